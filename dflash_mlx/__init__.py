@@ -1,0 +1,48 @@
+"""Lossless block-diffusion speculative decoding (DFlash, arXiv 2602.06036) for MLX.
+
+The public names are loaded on first use, so that `dflash-mlx --help` imports neither mlx nor transformers:
+
+    from dflash_mlx import load_pair, generate, stream_generate, SamplingParams
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dflash_mlx.runtime import load_fast_blas
+
+if TYPE_CHECKING:
+    from dflash_mlx.generate import GenerationResponse, generate, stream_generate
+    from dflash_mlx.pair import ModelPair, load_pair
+    from dflash_mlx.sampling import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GenerationResponse",
+    "ModelPair",
+    "SamplingParams",
+    "generate",
+    "load_pair",
+    "stream_generate",
+]
+
+_HOMES = {
+    "GenerationResponse": "dflash_mlx.generate",
+    "ModelPair": "dflash_mlx.pair",
+    "SamplingParams": "dflash_mlx.sampling",
+    "generate": "dflash_mlx.generate",
+    "load_pair": "dflash_mlx.pair",
+    "stream_generate": "dflash_mlx.generate",
+}
+
+# Here, because it must happen before anything imports mlx.
+load_fast_blas()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    # `dflash_mlx.generate` is both a module and its main function; the function is the public name.
+    globals()[name] = value
+    return value

@@ -1,0 +1,33 @@
+"""The errors this project raises on purpose.
+
+Each message says what was expected, what was found and what to do next. The command line prints it as one
+line and exits with `exit_code`; every other exception is a bug of ours.
+"""
+
+
+class DFlashError(Exception):
+    """Something the user or the caller can put right."""
+
+    exit_code = 1
+
+
+class UsageError(DFlashError):
+    """An argument or option that cannot be used as given."""
+
+    exit_code = 2
+
+
+class DownloadError(DFlashError):
+    """A model that could not be fetched, or arrived damaged."""
+
+
+class CheckpointError(DFlashError):
+    """A model folder or file that is incomplete, damaged or of a kind that is not supported."""
+
+
+class PairError(DFlashError):
+    """A target and a drafter that do not belong together."""
+
+
+class PromptError(DFlashError):
+    """A prompt that is empty or does not fit the model's context."""
