@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_mlx.runtime import load_fast_blas
 
 if TYPE_CHECKING:
-    from dflash_mlx.generate import GenerationResponse, generate, stream_generate
+    from dflash_mlx.generation import GenerationResponse, generate, stream_generate
     from dflash_mlx.pair import ModelPair, load_pair
     from dflash_mlx.sampling import SamplingParams
 
@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "GenerationResponse": "dflash_mlx.generate",
+    "GenerationResponse": "dflash_mlx.generation",
     "ModelPair": "dflash_mlx.pair",
     "SamplingParams": "dflash_mlx.sampling",
-    "generate": "dflash_mlx.generate",
+    "generate": "dflash_mlx.generation",
     "load_pair": "dflash_mlx.pair",
-    "stream_generate": "dflash_mlx.generate",
+    "stream_generate": "dflash_mlx.generation",
 }
 
 # Here, because it must happen before anything imports mlx.
@@ -42,7 +42,4 @@ load_fast_blas()
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    # `dflash_mlx.generate` is both a module and its main function; the function is the public name.
-    globals()[name] = value
-    return value
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,166 @@
+"""Choosing tokens: how a block is drafted from logits, and how much of it the target keeps.
+
+Three strategies, all lossless:
+
+- `Greedy` (temperature 0): a draft is kept while it is the target's best token.
+- `Coupled` (temperature above 0 with a seed): the target draws its token at each position with noise that
+  depends on seed and position only (the Gumbel-max trick), and a draft is kept while it equals that token. So the answer
+  is the same for any drafter and any width, and with none.
+- `Rejection` (temperature above 0 without a seed): speculative sampling (arXiv 2211.17192, algorithm 1). A draft x is kept
+  with probability min(1, target_probs[x] / draft_probs[x]); the first one refused is replaced by a draw from the
+  residual distribution. It keeps the most drafts that any lossless scheme can.
+
+Everything stays on the device; the host reads one small array a round (`Outcome.read`).
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from dflash_mlx.sampling import SamplingParams, sampling_scores
+
+
+@dataclass
+class Proposal:
+    """A drafted continuation of the anchor.
+
+    tokens: (W,) drafted ids; probs: (W, V) float32 distributions they were drawn from, for `Rejection`.
+    """
+
+    tokens: mx.array
+    probs: mx.array | None = None
+
+    @property
+    def width(self) -> int:
+        return int(self.tokens.shape[0])
+
+    def shortened(self, width: int) -> "Proposal":
+        """The first `width` drafts."""
+        if width >= self.width:
+            return self
+        return Proposal(self.tokens[:width], None if self.probs is None else self.probs[:width])
+
+
+@dataclass
+class Outcome:
+    """What the target made of a proposal of W drafts.
+
+    num_accepted: () int, drafts kept. tokens: (W + 1,): the kept drafts, then at index `num_accepted` the target's
+    own token; what lies behind it is meaningless.
+    """
+
+    num_accepted: mx.array
+    tokens: mx.array
+
+    def __post_init__(self) -> None:
+        count = self.num_accepted.reshape(1).astype(mx.uint32)
+        self.packed = mx.concatenate([count, self.tokens.astype(mx.uint32)])
+
+    @property
+    def next_anchor(self) -> mx.array:
+        """The target's own token, (1,), still on the device."""
+        return mx.take(self.tokens, self.num_accepted.reshape(1), axis=0)
+
+    def read(self) -> tuple[int, list[int]]:
+        """Wait for the device: the number of drafts kept, and the num_accepted + 1 tokens gained."""
+        count, *tokens = self.packed.tolist()
+        return count, tokens[: count + 1]
+
+
+class Strategy(Protocol):
+    """How tokens are chosen. `position` is the absolute position of the first token in question."""
+
+    def propose(self, logits: mx.array, position: int | mx.array) -> Proposal:
+        """Draft from the drafter's logits, (W, V)."""
+
+    def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
+        """Judge the drafts by the target's logits for the anchor and each draft, (W + 1, V)."""
+
+
+class Greedy:
+    def propose(self, logits: mx.array, position: int | mx.array) -> Proposal:
+        return Proposal(mx.argmax(logits, axis=-1))
+
+    def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
+        return match(proposal, mx.argmax(logits, axis=-1))
+
+
+class Coupled:
+    def __init__(self, params: SamplingParams) -> None:
+        assert params.seed is not None
+        self.params = params
+        self.seed = params.seed
+
+    def propose(self, logits: mx.array, position: int | mx.array) -> Proposal:
+        return Proposal(self._draw(logits, position))
+
+    def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
+        return match(proposal, self._draw(logits, position))
+
+    def _draw(self, logits: mx.array, position: int | mx.array) -> mx.array:
+        """One token a row, (L, V) -> (L,), with noise keyed by the row's position."""
+        scores = sampling_scores(logits, self.params)
+        positions = mx.arange(scores.shape[0], dtype=mx.uint32) + mx.array(position, dtype=mx.uint32)
+        keys = mx.stack([mx.full(positions.shape, self.seed, dtype=mx.uint32), positions], axis=1)
+        noise = mx.stack([mx.random.gumbel(scores.shape[1:], key=key) for key in keys])
+        return mx.argmax(scores + noise, axis=-1)
+
+
+class Rejection:
+    def __init__(self, params: SamplingParams, *, seed: int | None = None) -> None:
+        self.params = params
+        self.seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
+        self.draws = 0
+
+    def propose(self, logits: mx.array, position: int | mx.array) -> Proposal:
+        scores = sampling_scores(logits, self.params)
+        tokens = mx.random.categorical(scores, key=self._next_key())
+        return Proposal(tokens, mx.softmax(scores, axis=-1))
+
+    def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
+        scores = sampling_scores(logits, self.params)
+        if proposal is None:
+            return Outcome(mx.array(0), mx.random.categorical(scores, key=self._next_key()))
+        assert proposal.probs is not None
+        return reject(proposal.tokens, proposal.probs, mx.softmax(scores, axis=-1), self._next_key())
+
+    def _next_key(self) -> mx.array:
+        self.draws += 1
+        return mx.array([self.seed, self.draws], dtype=mx.uint32)
+
+
+def choose_strategy(params: SamplingParams) -> Strategy:
+    if params.temperature == 0:
+        return Greedy()
+    return Rejection(params) if params.seed is None else Coupled(params)
+
+
+def match(proposal: Proposal | None, choices: mx.array) -> Outcome:
+    """Keep drafts while they equal the target's choices, (W + 1,)."""
+    if proposal is None:
+        return Outcome(mx.array(0), choices)
+    agrees = (proposal.tokens == choices[:-1]).astype(mx.int32)
+    return Outcome(mx.cumprod(agrees).sum(), choices)
+
+
+def reject(drafts: mx.array, draft_probs: mx.array, target_probs: mx.array, key: mx.array) -> Outcome:
+    """Speculative sampling. drafts: (W,), drawn from draft_probs (W, V); target_probs: (W + 1, V); float32."""
+    width = drafts.shape[0]
+    accept_key, draw_key = mx.random.split(key)
+    column = drafts[:, None]
+    drafted = mx.take_along_axis(draft_probs, column, axis=1)[:, 0]
+    wanted = mx.take_along_axis(target_probs[:width], column, axis=1)[:, 0]
+    kept = mx.random.uniform(shape=(width,), key=accept_key) * drafted < wanted
+    num_accepted = mx.cumprod(kept.astype(mx.int32)).sum()
+
+    # After the last draft nothing was refused: the residual is the target's own distribution.
+    refused = mx.concatenate([draft_probs, mx.zeros_like(draft_probs[:1])])
+    target_row = mx.take(target_probs, num_accepted, axis=0)
+    residual = mx.maximum(target_row - mx.take(refused, num_accepted, axis=0), 0)
+    # Equal distributions leave nothing over but rounding; the target's own is then the limit.
+    residual = mx.where(residual.sum() > 0, residual, target_row)
+    own = mx.random.categorical(mx.log(residual), key=draw_key)
+    padded = mx.concatenate([drafts, drafts[:1]])
+    return Outcome(num_accepted, mx.where(mx.arange(width + 1) < num_accepted, padded, own))

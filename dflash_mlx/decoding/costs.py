@@ -1,0 +1,123 @@
+"""What a round costs on this machine, by width: measured once for a pair and remembered on disk."""
+
+import hashlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+
+from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.width import FixedWidth
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.hub.registry import cache_home
+from dflash_mlx.runtime import backend
+from dflash_mlx.targets.target import Target
+
+_SCHEMA = 1
+_PROMPT_TOKENS = 64
+_WARM_UP_ROUNDS, _TIMED_ROUNDS = 2, 3
+# Measuring stops after about this long; widths not reached are interpolated.
+_SECONDS_TO_SPEND = 4.0
+
+
+def load_or_measure(
+    target: Target,
+    drafter: DFlashDrafter,
+    *,
+    block_size: int,
+    folders: tuple[Path, ...],
+    dtype: mx.Dtype,
+    report: Callable[[str, float | None], None] | None = None,
+) -> dict[int, float]:
+    """Seconds of a round by width, from disk when this pair was measured on this machine before."""
+    path = cache_home() / "round-costs" / f"{_fingerprint(folders, block_size, dtype)}.json"
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return {int(width): float(seconds) for width, seconds in stored["seconds"].items()}
+    except (OSError, ValueError, KeyError, AttributeError):
+        pass  # Not measured yet, or a file that cannot be used: measure.
+    if report is not None:
+        report("measuring this machine (once for this pair)", None)
+    costs = measure(target, drafter, block_size=block_size)
+    _store(path, costs)
+    return costs
+
+
+def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> dict[int, float]:
+    """Time real rounds of the decode loop at several widths; the widest and the narrowest first."""
+    costs: dict[int, float] = {}
+    started = time.perf_counter()
+    for width in _order(block_size - 1):
+        if len(costs) >= 3 and time.perf_counter() - started > _SECONDS_TO_SPEND:
+            break
+        costs[width] = _round_seconds(target, drafter, width)
+    return costs
+
+
+def _order(widest: int) -> list[int]:
+    """Widths to measure, the most telling first."""
+    wanted = [0, widest, widest // 2, 1, 3, 2, 5, 4, 11]
+    return list(dict.fromkeys(w for w in wanted if 0 <= w <= widest))
+
+
+def _round_seconds(target: Target, drafter: DFlashDrafter, width: int) -> float:
+    session = Session(target, drafter)
+    prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
+    rounds = _WARM_UP_ROUNDS + _TIMED_ROUNDS
+    times: list[float] = []
+    steps = decode(
+        session,
+        prompt,
+        strategy=Greedy(),
+        policy=FixedWidth(width),
+        max_tokens=(rounds + 2) * (width + 1) + 2,
+        eos_ids=set(),
+    )
+    # The first step is the prompt's own.
+    next(steps)
+    last = time.perf_counter()
+    for _, _ in zip(range(rounds), steps, strict=False):
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    steps.close()  # type: ignore[attr-defined]
+    return statistics.median(times[_WARM_UP_ROUNDS:])
+
+
+def _fingerprint(folders: tuple[Path, ...], block_size: int, dtype: mx.Dtype) -> str:
+    """Changes with anything that changes what a round costs."""
+    machine = backend()
+    parts = [
+        _SCHEMA,
+        machine.kind,
+        machine.chip,
+        machine.mlx_version,
+        machine.blas,
+        os.cpu_count(),
+        block_size,
+        dtype,
+    ]
+    digest = hashlib.sha256("|".join(map(str, parts)).encode())
+    for folder in folders:
+        digest.update((folder / "config.json").read_bytes())
+        for file in sorted(folder.glob("*.safetensors")):
+            digest.update(f"{file.name}:{file.stat().st_size}".encode())
+    return digest.hexdigest()[:24]
+
+
+def _store(path: Path, costs: dict[int, float]) -> None:
+    """Write the costs; a read-only cache folder only means that they are measured again next time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump({"schema": _SCHEMA, "seconds": costs}, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass

@@ -1,0 +1,230 @@
+"""The decode loop: prefill, then rounds of draft, verify, accept, commit. Token ids only.
+
+A round feeds the anchor (newest token, not yet in the target's cache) and W drafts to the target; W may be 0, which
+is plain decoding. While a round runs, the next one is already queued behind it: after a drafted round the next draft, for which
+the accepted count need not leave the device, and after a plain one the whole next round. So the device does not
+wait for Python, and the host reads once a round.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+from dflash_mlx.decoding.accept import Outcome, Proposal, Strategy
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.width import WidthPolicy
+from dflash_mlx.sampling import LogitsProcessor
+
+FinishReason = Literal["stop", "length"]
+PREFILL_STEP = 2048
+# Penalties look back at most this far (mlx-lm's default is 20 tokens).
+_HISTORY = 64
+# While drafting pauses, features wait for the drafter in batches of this many tokens.
+_MAX_PENDING = 64
+
+
+@dataclass
+class Step:
+    """What one round added to the answer: `tokens` (at least one), from `width` drafts of which `num_accepted` stayed."""
+
+    tokens: list[int]
+    width: int
+    num_accepted: int
+    finish_reason: FinishReason | None
+
+
+@dataclass
+class Round:
+    """A launched verify forward: `fed` positions from `base` on, its outcome still on the device."""
+
+    base: int
+    outcome: Outcome
+    features: mx.array | None
+    width: int
+    absorbed: bool = False
+
+    @property
+    def fed(self) -> int:
+        return self.width + 1
+
+
+def decode(
+    session: Session,
+    prompt: list[int],
+    *,
+    strategy: Strategy,
+    policy: WidthPolicy,
+    max_tokens: int,
+    eos_ids: set[int],
+    processors: list[LogitsProcessor] | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> Iterator[Step]:
+    """Continue `prompt`, of which the session may already hold a prefix.
+
+    Yields a Step a round; the last one has a finish_reason and ends with an end-of-sequence token or at
+    `max_tokens`. What was yielded is committed, so a consumer may stop after any step and use the session
+    again. `on_prefill(done, total)` is called after each prefill chunk; it may raise to cancel.
+    """
+    try:
+        prefill(session, prompt[:-1], on_prefill)
+        anchor = prompt[-1]
+        history = mx.array(prompt[-_HISTORY:]) if processors else None
+        remaining = max_tokens
+        current = verify(session, mx.array([anchor]), None, strategy, processors, history)
+        last_read, idle = time.perf_counter(), 0.0
+        while True:
+            ahead: Round | None = None
+            proposal: Proposal | None = None
+            # The round in flight yields one token at least, and the next one its own.
+            width = min(policy.next_width(), remaining - 2) if session.drafter else 0
+            if width > 0:
+                proposal = draft(session, current, width, strategy)
+                mx.async_eval(proposal.tokens)
+            elif current.width == 0 and remaining > 1:
+                if history is not None:
+                    history = mx.concatenate([history, current.outcome.tokens])[-_HISTORY:]
+                ahead = verify(session, current.outcome.next_anchor, None, strategy, processors, history)
+
+            num_accepted, tokens = current.outcome.read()
+            tokens, finish_reason = clip(tokens, remaining, eos_ids)
+            commit(session, current, [anchor, *tokens[:-1]])
+            anchor = tokens[-1]
+            remaining -= len(tokens)
+            now = time.perf_counter()
+            # A slow consumer's time is not the device's; such rounds are not timed.
+            seconds = now - last_read if idle < 0.5 * (now - last_read) else None
+            policy.observe(current.width, min(num_accepted, len(tokens)), seconds)
+            last_read = now
+
+            if finish_reason is None and ahead is None:
+                if history is not None:
+                    history = mx.concatenate([history, mx.array(tokens)])[-_HISTORY:]
+                if proposal is not None:
+                    proposal = proposal.shortened(remaining - 1) if remaining > 1 else None
+                ahead = verify(session, mx.array([anchor]), proposal, strategy, processors, history)
+            yield Step(tokens, current.width, min(num_accepted, len(tokens)), finish_reason)
+            if finish_reason is not None:
+                return
+            assert ahead is not None
+            idle = time.perf_counter() - now
+            current = ahead
+    finally:
+        session.settle()
+
+
+def prefill(
+    session: Session, tokens: list[int], on_prefill: Callable[[int, int], None] | None = None
+) -> None:
+    """Feed `tokens` beyond those that the session holds (which must be a prefix of them).
+
+    Chunks are those of mlx-lm's plain decoding, and so are the numbers. Features go straight into the drafter's cache;
+    vocabulary logits are never computed.
+    """
+    start = len(session.tokens)
+    for at in range(start, len(tokens), PREFILL_STEP):
+        chunk = tokens[at : at + PREFILL_STEP]
+        _, features = session.forward(mx.array([chunk]))
+        session.in_flight = len(chunk)
+        if features is not None:
+            session.absorb_pending(features)
+        mx.eval([c.state for c in [*session.target_cache, *session.draft_cache]])
+        session.in_flight = 0
+        session.tokens += chunk
+        mx.clear_cache()
+        if on_prefill is not None:
+            on_prefill(at + len(chunk) - start, len(tokens) - start)
+
+
+def draft(session: Session, after: Round, width: int, strategy: Strategy) -> Proposal:
+    """Draft `width` tokens behind the round in flight, of which only the device knows how much it keeps.
+
+    All its features go into the drafter's cache and the rejected ones are masked; `commit` trims them.
+    """
+    drafter = session.drafter
+    assert drafter is not None
+    session.absorb_pending(after.features)
+    after.absorbed = True
+    context_length = after.base + 1 + after.outcome.num_accepted if after.width else after.base + 1
+    masks = mx.full((width,), drafter.config.mask_token_id, dtype=mx.uint32)
+    block = mx.concatenate([after.outcome.next_anchor.astype(mx.uint32), masks])
+    hidden = drafter(
+        session.target.embed(block[None]),
+        session.draft_cache,
+        context_length=context_length if after.width else None,
+    )
+    logits = drafter.adjust_logits(session.target.head(hidden[:, 1:]))
+    return strategy.propose(logits[0], context_length + 1)
+
+
+def verify(
+    session: Session,
+    anchor: mx.array,
+    proposal: Proposal | None,
+    strategy: Strategy,
+    processors: list[LogitsProcessor] | None,
+    history: mx.array | None,
+) -> Round:
+    """Launch the target over the anchor and the drafts, and the judgement of them.
+
+    `session.in_flight` counts what was fed on top of what is committed.
+    """
+    width = proposal.width if proposal else 0
+    base = len(session.tokens) + session.in_flight
+    fed = (
+        mx.concatenate([anchor.astype(mx.uint32), proposal.tokens.astype(mx.uint32)]) if proposal else anchor
+    )
+    if session.rollback is not None:
+        session.rollback.begin(session.target_cache)
+    logits, features = session.forward(fed[None])
+    session.in_flight += width + 1
+    rows = logits[0]
+    if processors and history is not None:
+        rows = process_rows(rows, proposal, history, processors)
+    outcome = strategy.accept(proposal, rows, base + 1)
+    mx.async_eval(outcome.packed, *([features] if features is not None else []))
+    return Round(base, outcome, features, width)
+
+
+def process_rows(
+    rows: mx.array, proposal: Proposal | None, history: mx.array, processors: list[LogitsProcessor]
+) -> mx.array:
+    """Apply bias and penalties to each row (W + 1, V) with the tokens that precede it: history, then drafts."""
+    processed = []
+    for i in range(rows.shape[0]):
+        before = mx.concatenate([history, proposal.tokens[:i]]) if proposal and i else history
+        row = rows[i : i + 1]
+        for processor in processors:
+            row = processor(before, row)
+        processed.append(row)
+    return mx.concatenate(processed)
+
+
+def commit(session: Session, finished: Round, kept: list[int]) -> None:
+    """Keep `kept` (the anchor and accepted drafts) of what the round fed; the rest leaves both caches."""
+    keep = len(kept)
+    session.in_flight -= finished.fed
+    if session.rollback is not None and keep < finished.fed:
+        session.rollback.commit(session.target_cache, fed=finished.fed, keep=keep)
+    session.tokens += kept
+    if session.drafter is None or finished.features is None:
+        return
+    if not finished.absorbed:
+        session.pending.append(finished.features[:, :keep])
+        if len(session.pending) >= _MAX_PENDING:
+            session.absorb_pending()
+        return
+    for layer_cache in session.draft_cache:
+        layer_cache.trim(finished.fed - keep)
+
+
+def clip(tokens: list[int], remaining: int, eos_ids: set[int]) -> tuple[list[int], FinishReason | None]:
+    """Cut a round's tokens at the first end-of-sequence token and at the tokens still wanted."""
+    for i, token in enumerate(tokens[:remaining]):
+        if token in eos_ids:
+            return tokens[: i + 1], "stop"
+    if len(tokens) >= remaining:
+        return tokens[:remaining], "length"
+    return tokens, None

@@ -1,0 +1,97 @@
+"""The state of one conversation: what the target's and the drafter's caches hold."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.targets.rollback import Rollback, choose_rollback
+from dflash_mlx.targets.target import Target
+
+
+@dataclass
+class Session:
+    """Caches of a target and, when it drafts, its drafter.
+
+    Invariants between rounds: the target's cache holds exactly `tokens`; the drafter's cache holds the first of
+    those positions and `pending` the features (1, L, taps * D) of the others, in order. `in_flight` counts the
+    positions of a launched round that has not been committed; `settle` takes them out again.
+    """
+
+    target: Target
+    drafter: DFlashDrafter | None
+    tokens: list[int] = field(default_factory=list)
+    pending: list[mx.array] = field(default_factory=list)
+    in_flight: int = 0
+    target_cache: list[Any] = field(init=False)
+    draft_cache: list[KVCache] = field(init=False)
+    rollback: Rollback | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.tokens, self.pending, self.in_flight = [], [], 0
+        self.target_cache = self.target.make_cache()
+        self.draft_cache = self.drafter.make_cache() if self.drafter else []
+        self.rollback = choose_rollback(self.target_cache) if self.drafter else None
+
+    def forward(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
+        """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D)."""
+        if self.drafter is None:
+            return self.target.forward(tokens, self.target_cache), None
+        return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
+
+    def absorb_pending(self, newest: mx.array | None = None) -> None:
+        """Move pending features, and `newest` behind them, into the drafter's cache."""
+        features = [*self.pending, newest] if newest is not None else self.pending
+        if features and self.drafter is not None:
+            self.drafter.extend_context(
+                features[0] if len(features) == 1 else mx.concatenate(features, axis=1), self.draft_cache
+            )
+        self.pending = []
+
+    def settle(self) -> None:
+        """Take out the positions of a launched round that will not be committed."""
+        if self.in_flight:
+            fed, self.in_flight = self.in_flight, 0
+            if not self._drop_from_target(fed):
+                self.reset()
+        self._trim_drafts(len(self.tokens))
+
+    def rewind(self, length: int) -> None:
+        """Keep only the first `length` tokens; forget everything if the caches cannot go back."""
+        self.settle()
+        count = len(self.tokens) - length
+        if count <= 0:
+            return
+        self.absorb_pending()
+        if not self._drop_from_target(count):
+            self.reset()
+            return
+        del self.tokens[length:]
+        self._trim_drafts(length)
+
+    def _drop_from_target(self, count: int) -> bool:
+        if self.rollback is not None:
+            return self.rollback.trim(self.target_cache, count)
+        if not all(c.is_trimmable() for c in self.target_cache):
+            return False
+        for layer_cache in self.target_cache:
+            layer_cache.trim(count)
+        return True
+
+    def _trim_drafts(self, length: int) -> None:
+        for layer_cache in self.draft_cache:
+            layer_cache.trim(max(0, layer_cache.offset - length))
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

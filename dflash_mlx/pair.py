@@ -1,0 +1,195 @@
+"""A target and its drafter, loaded, checked and ready to generate."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
+
+from dflash_mlx.checks import check_pair, check_shapes
+from dflash_mlx.decoding.costs import load_or_measure
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.width import AcceptanceEstimate, AdaptiveWidth, FixedWidth, WidthPolicy
+from dflash_mlx.drafters.dflash import DFlashDrafter, load_drafter
+from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.hub.download import ensure_model
+from dflash_mlx.hub.registry import ModelSource, find_pair, find_pair_for_target, parse_source
+from dflash_mlx.runtime import backend
+from dflash_mlx.targets.target import Target, load_target
+
+Report = Callable[[str, float | None], None]
+
+
+@dataclass
+class ModelPair:
+    """A loaded target, its tokenizer and, unless it decodes plainly, its drafter.
+
+    `dtype` is that of the target's activations. `block_size` is the largest block of a round: an anchor and up to
+    block_size - 1 drafts. Use it from one thread at a time.
+    """
+
+    name: str
+    target: Target
+    drafter: DFlashDrafter | None
+    tokenizer: TokenizerWrapper
+    dtype: mx.Dtype
+    block_size: int
+    folders: tuple[Path, ...] = ()
+    load_seconds: float = 0.0
+    checks: list[str] = field(default_factory=list)
+    _costs: dict[int, float] | None = None
+    _estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
+
+    @property
+    def context_length(self) -> int | None:
+        return self.target.context_length
+
+    @property
+    def eos_ids(self) -> set[int]:
+        return set(self.tokenizer.eos_token_ids)
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of chat messages through the model's template, up to where its answer begins."""
+        if not self.tokenizer.has_chat_template:
+            return self.encode_prompt("\n".join(str(message["content"]) for message in messages))
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of text as it is, with what the tokenizer itself adds in front."""
+        return list(self.tokenizer.encode(text))
+
+    def new_session(self, *, draft: bool = True) -> Session:
+        """Empty caches for one conversation. Without drafting the drafter's are left out."""
+        return Session(self.target, self.drafter if draft else None)
+
+    def width_policy(self, width: int | None = None) -> WidthPolicy:
+        """A policy for one answer: always `width` drafts, or by measured speed when None."""
+        if width is not None:
+            if not 0 <= width < self.block_size:
+                raise UsageError(
+                    f"width should be from 0 to {self.block_size - 1} for this drafter; got {width}."
+                )
+            return FixedWidth(width)
+        return AdaptiveWidth(self.round_costs(), self.block_size - 1, self._estimate)
+
+    def round_costs(self, report: Report | None = None) -> dict[int, float]:
+        """Seconds a round takes by width on this machine; measured the first time, then remembered on disk."""
+        assert self.drafter is not None
+        if self._costs is None:
+            self._costs = load_or_measure(
+                self.target,
+                self.drafter,
+                block_size=self.block_size,
+                folders=self.folders,
+                dtype=self.dtype,
+                report=report,
+            )
+        return self._costs
+
+
+def load_pair(
+    name: str | None = None,
+    *,
+    model: str | None = None,
+    draft_model: str | None = None,
+    draft: bool = True,
+    dtype: str = "auto",
+    block_size: int | None = None,
+    check: bool = True,
+    report: Report | None = None,
+) -> ModelPair:
+    """Load a known pair by `name`, or a target (`model`) and drafter (`draft_model`) by Hub id or folder.
+
+    draft=False loads the target alone. dtype: "auto" (float32 on a CPU, the model's own on a GPU), "float32",
+    "bfloat16" or "float16". block_size: the largest block of a round, at most the drafter's own. check=False skips the
+    checks that run the models. report(message, fraction done or None) follows progress. Downloads what is missing.
+    Raises UsageError, DownloadError, CheckpointError and PairError.
+    """
+    started = time.perf_counter()
+    report = report or (lambda message, fraction: None)
+    label, target_source, drafter_source = _resolve(name, model, draft_model, draft)
+    target_folder = ensure_model(target_source, report=report)
+    drafter_folder = ensure_model(drafter_source, report=report) if drafter_source else None
+
+    report("loading the target", None)
+    target, activations = load_target(target_folder, dtype=dtype)
+    tokenizer = _load_tokenizer(target_folder)
+    drafter = None
+    if drafter_folder is not None:
+        report("loading the drafter", None)
+        drafter = load_drafter(drafter_folder, dtype=activations, keep_quantized=backend().kind != "cpu")
+        check_shapes(target, drafter)
+    pair = ModelPair(
+        name=label,
+        target=target,
+        drafter=drafter,
+        tokenizer=tokenizer,
+        dtype=activations,
+        block_size=_block_size(drafter, block_size),
+        folders=tuple(f for f in (target_folder, drafter_folder) if f),
+    )
+    if check and drafter is not None:
+        report("checking that target and drafter belong together", None)
+        pair.checks = check_pair(target, drafter, dtype=activations)
+    pair.load_seconds = time.perf_counter() - started
+    return pair
+
+
+def _resolve(
+    name: str | None, model: str | None, draft_model: str | None, draft: bool
+) -> tuple[str, ModelSource, ModelSource | None]:
+    """What to load: a label, the target's source and the drafter's (None to decode plainly)."""
+    if name is not None and (model is not None or draft_model is not None):
+        raise UsageError(
+            "name either a pair or a model with its drafter, not both (--pair, or --model and --draft-model)."
+        )
+    if name is not None:
+        spec = find_pair(name)
+        return spec.name, spec.target, spec.drafter if draft else None
+    if model is None:
+        raise UsageError(
+            "say what to load: a pair (--pair demo) or a model (--model TARGET --draft-model DRAFTER)."
+        )
+    target = parse_source(model)
+    if not draft:
+        return model, target, None
+    if draft_model is not None:
+        return model, target, parse_source(draft_model)
+    spec_for_target = find_pair_for_target(model)
+    if spec_for_target is None:
+        raise UsageError(
+            f"no drafter is known for {model}; give one with --draft-model, or run it plainly with --no-draft. "
+            "`dflash-mlx models` lists the pairs that are known."
+        )
+    return model, target, spec_for_target.drafter
+
+
+def _load_tokenizer(folder: Path) -> TokenizerWrapper:
+    try:
+        return load_tokenizer(folder, eos_token_ids=_eos_token_ids(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"cannot load the tokenizer in {folder}: {error}") from error
+
+
+def _eos_token_ids(folder: Path) -> Any:
+    from mlx_lm.utils import load_config
+
+    config: Mapping[str, Any] = load_config(folder)
+    return config.get("eos_token_id")
+
+
+def _block_size(drafter: DFlashDrafter | None, wanted: int | None) -> int:
+    if drafter is None:
+        return 1
+    trained = drafter.config.block_size
+    if wanted is None:
+        return trained
+    if not 2 <= wanted <= trained:
+        raise UsageError(
+            f"block size should be from 2 to {trained}, what the drafter was trained for; got {wanted}."
+        )
+    return wanted

@@ -1,0 +1,47 @@
+"""Reading the outputs of a model's decoder layers while it runs, without changing the model.
+
+A tap gives one layer *instance* a subclass of its own class for the length of one forward. The class itself is
+never touched, the parameter tree stays as it is, and nothing is left behind afterwards, so one model can serve
+any number of drafters with different taps.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+_SINK = "_dflash_tap_sink"
+
+
+@contextmanager
+def tapped(layers: Sequence[nn.Module], layer_ids: Sequence[int]) -> Iterator[dict[int, mx.array]]:
+    """Record the outputs of `layers[i]` for i in `layer_ids` in the dict that is returned.
+
+    Outputs have the layer's own shape, (1, L, D); of a layer that returns a tuple, the first item. If a layer
+    runs more than once inside the block, the last output counts.
+    """
+    outputs: dict[int, mx.array] = {}
+    originals = [(layers[i], type(layers[i])) for i in layer_ids]
+    try:
+        for i, (layer, kind) in zip(layer_ids, originals, strict=True):
+            object.__setattr__(layer, _SINK, (outputs, i))
+            layer.__class__ = _tapped_class(kind)
+        yield outputs
+    finally:
+        for layer, kind in originals:
+            layer.__class__ = kind
+            layer.__dict__.pop(_SINK, None)
+
+
+@lru_cache(maxsize=None)
+def _tapped_class(kind: type[nn.Module]) -> type[nn.Module]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = kind.__call__(self, *args, **kwargs)
+        outputs, layer_id = self.__dict__[_SINK]
+        outputs[layer_id] = result[0] if isinstance(result, tuple) else result
+        return result
+
+    return type(f"Tapped{kind.__name__}", (kind,), {"__call__": call})

@@ -1,0 +1,133 @@
+"""The target: a model of mlx-lm, used as it is, and what a drafter needs of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from dflash_mlx.errors import CheckpointError, PairError
+from dflash_mlx.targets.taps import tapped
+
+
+@dataclass
+class Target:
+    """A loaded target model.
+
+    `embed` maps token ids (1, L) to embeddings (1, L, D); `head` maps final hidden states (..., D) to logits
+    (..., V). Both are the model's own and are shared with the drafter.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    layers: Sequence[nn.Module]
+    embed: Callable[[mx.array], mx.array]
+    head: Callable[[mx.array], mx.array]
+    final_norm: Callable[[mx.array], mx.array] | None
+
+    def make_cache(self) -> list[Any]:
+        return make_prompt_cache(self.model)
+
+    def forward(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """tokens (1, L) -> logits (1, L, V); appends the tokens to the cache."""
+        return self.model(tokens, cache=cache)
+
+    def forward_tapped(
+        self, tokens: mx.array, cache: list[Any], layer_ids: Sequence[int]
+    ) -> tuple[mx.array, mx.array]:
+        """`forward`, and the features: tapped layer outputs concatenated, (1, L, taps * D)."""
+        with tapped(self.layers, layer_ids) as outputs:
+            logits = self.model(tokens, cache=cache)
+        return logits, mx.concatenate([outputs[i] for i in layer_ids], axis=-1)
+
+    def text_config(self, key: str, default: Any = None) -> Any:
+        """A config value, looked up in `text_config` first as multimodal checkpoints nest it."""
+        return (self.config.get("text_config") or {}).get(key, self.config.get(key, default))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text_config("vocab_size"))
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.text_config("hidden_size"))
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions the model was made for, or None where its config does not say."""
+        value = self.text_config("max_position_embeddings")
+        return int(value) if value else None
+
+
+def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
+    """Find the parts of an mlx-lm model that a drafter shares. Raises PairError when there are none."""
+    inner = _find_inner(model)
+    if inner is None:
+        raise PairError(
+            f"cannot find the token embedding of {type(model).__module__}; a drafter needs to share it. "
+            "Run this model with --no-draft."
+        )
+    embedding = inner.embed_tokens
+    scale = getattr(inner, "embed_scale", None)
+    head = next((m.lm_head for m in _candidates(model) if "lm_head" in m), None) or embedding.as_linear
+    return Target(
+        model=model,
+        config=config,
+        layers=model.layers,
+        embed=(lambda tokens: embedding(tokens) * scale) if scale is not None else embedding,
+        head=head,
+        final_norm=getattr(inner, "norm", None),
+    )
+
+
+def _candidates(model: nn.Module) -> list[nn.Module]:
+    """The model and the places where mlx-lm's classes keep a language model inside it, outermost first."""
+    found = [model]
+    for name in ("language_model", "model"):
+        for holder in list(found):
+            child = holder.get(name)
+            if isinstance(child, nn.Module):
+                found.append(child)
+    return found
+
+
+def _find_inner(model: nn.Module) -> nn.Module | None:
+    return next((m for m in _candidates(model) if "embed_tokens" in m), None)
+
+
+def load_target(folder: Path, *, dtype: str) -> tuple[Target, mx.Dtype]:
+    """Load a model folder with mlx-lm. `dtype` is a name or "auto" (see `runtime.resolve_dtype`).
+
+    On a CPU quantized weights are expanded: MLX's quantized products are several times slower there than
+    float32 ones. The checkpoint's own Python is never run. Returns the target and its activation dtype.
+    Raises CheckpointError.
+    """
+    from mlx_lm.utils import dequantize_model, load_model
+
+    from dflash_mlx.runtime import backend, resolve_dtype
+
+    try:
+        model, config = load_model(folder, lazy=True)
+    except (ValueError, FileNotFoundError, RuntimeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"cannot load the model in {folder}: {error}") from error
+    wanted = resolve_dtype(dtype, model_dtype=_activation_dtype(model))
+    # Scales and offsets are widened before the weights are expanded, so that no bit is lost on the way.
+    model.set_dtype(wanted)
+    if backend().kind == "cpu":
+        model = dequantize_model(model)
+    mx.eval(model.parameters())
+    return wrap_model(model, config), wanted
+
+
+def _activation_dtype(model: nn.Module) -> mx.Dtype:
+    """The floating dtype most of a model's own arrays have (scales and norms, for a quantized one)."""
+    from mlx.utils import tree_flatten
+
+    counts: dict[mx.Dtype, int] = {}
+    for _, array in tree_flatten(model.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating):
+            counts[array.dtype] = counts.get(array.dtype, 0) + 1
+    return max(counts, key=lambda kind: counts[kind])

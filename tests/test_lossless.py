@@ -1,0 +1,234 @@
+"""Drafting never changes the answer: greedy output equals mlx-lm's plain decoding, token for token.
+
+Random cases over families, drafters (random, hostile, perfect), block sizes, widths, prompts, limits and stops.
+"""
+
+import random
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from tiny import FAMILIES, LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
+
+from dflash_mlx.decoding import engine
+from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.width import FixedWidth
+
+CASES_PER_FAMILY = 110
+
+
+class RandomWidth:
+    """A different width each round, 0 included: every order of plain and drafted rounds comes up."""
+
+    def __init__(self, rng: random.Random, widest: int) -> None:
+        self.rng, self.widest = rng, widest
+
+    def next_width(self) -> int:
+        return self.rng.choice([0, 0, 1, self.widest, self.rng.randint(0, self.widest)])
+
+    def observe(self, width: int, num_accepted: int, seconds: float | None) -> None:
+        assert 0 <= num_accepted <= max(width, 0) + (width == 0)
+
+    def take_notice(self) -> None:
+        return None
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def target(request):
+    return tiny_target(request.param)
+
+
+def make_drafter(kind, target, prompt, rng, block_size):
+    base = tiny_drafter(
+        block_size=block_size, seed=rng.randrange(1000), taps=rng.choice([(0, 2), (1,), (0, 1, 3)])
+    )
+    if kind == "random":
+        return base
+    truth = plain_tokens(target, prompt, 64)
+    script = {len(prompt) + i: token for i, token in enumerate(truth)}
+    if kind == "perfect":
+        return ScriptedDrafter(base.config, script)
+    wrong = frozenset(at for at in script if rng.random() < rng.choice([0.1, 0.4, 1.0]))
+    return ScriptedDrafter(base.config, script, wrong)
+
+
+def check_session(session, prompt, tokens):
+    """The session's books: its tokens are a prefix of prompt and answer, and both caches agree with them."""
+    history = prompt + tokens
+    assert session.tokens == history[: len(session.tokens)]
+    assert len(session.tokens) >= len(history) - 1 or not tokens
+    assert session.in_flight == 0
+    assert all(c.offset == len(session.tokens) for c in session.target_cache)
+    if session.drafter is not None:
+        waiting = sum(p.shape[1] for p in session.pending)
+        assert all(c.offset + waiting == len(session.tokens) for c in session.draft_cache)
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_equals_plain_decoding(target, part, monkeypatch):
+    monkeypatch.setattr(engine, "PREFILL_STEP", 16)
+    rng = random.Random(part)
+    for _ in range(CASES_PER_FAMILY // 5):
+        block_size = rng.randint(2, 16)
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 15, 16, 17, 18, 40]))]
+        max_tokens = rng.choice([1, 2, 3, block_size, block_size + 1, rng.randint(1, 40)])
+        drafter = make_drafter(rng.choice(["random", "hostile", "perfect"]), target, prompt, rng, block_size)
+        free = plain_tokens(target, prompt, max_tokens)
+        # Half of the cases stop at a token of the answer, so that stops fall on every offset of a block.
+        eos_ids = {rng.choice(free)} if rng.random() < 0.5 else set()
+        expected = plain_tokens(target, prompt, max_tokens, eos_ids)
+        policy = rng.choice([FixedWidth(block_size - 1), RandomWidth(rng, block_size - 1)])
+
+        session = Session(target, drafter)
+        steps = list(
+            decode(session, prompt, strategy=Greedy(), policy=policy, max_tokens=max_tokens, eos_ids=eos_ids)
+        )
+
+        tokens = [token for step in steps for token in step.tokens]
+        assert tokens == expected
+        assert steps[-1].finish_reason == ("stop" if expected[-1] in eos_ids else "length")
+        assert all(step.finish_reason is None for step in steps[:-1])
+        assert all(len(s.tokens) in (s.num_accepted, s.num_accepted + 1) for s in steps if s.width)
+        check_session(session, prompt, tokens)
+
+
+@pytest.mark.parametrize("limit", range(1, 12))
+def test_every_offset_of_a_block(target, limit):
+    """With a perfect drafter of width 7, limits and stops at each offset end the answer exactly there."""
+    prompt = [5, 6, 7]
+    truth = plain_tokens(target, prompt, 32)
+    config = tiny_drafter(block_size=8).config
+    for eos_ids, max_tokens in ((set(), limit), ({truth[limit - 1]}, 32)):
+        drafter = ScriptedDrafter(config, {3 + i: token for i, token in enumerate(truth)})
+        session = Session(target, drafter)
+        steps = decode(
+            session, prompt, strategy=Greedy(), policy=FixedWidth(7), max_tokens=max_tokens, eos_ids=eos_ids
+        )
+        tokens = [token for step in steps for token in step.tokens]
+        assert tokens == plain_tokens(target, prompt, max_tokens, eos_ids)
+        check_session(session, prompt, tokens)
+
+
+def test_perfect_drafts_are_all_kept(target):
+    prompt = [9, 1]
+    truth = plain_tokens(target, prompt, 33)
+    drafter = ScriptedDrafter(tiny_drafter().config, {2 + i: token for i, token in enumerate(truth)})
+    steps = list(
+        decode(
+            Session(target, drafter),
+            prompt,
+            strategy=Greedy(),
+            policy=FixedWidth(7),
+            max_tokens=33,
+            eos_ids=set(),
+        )
+    )
+    assert [step.num_accepted for step in steps[1:]] == [7, 7, 7, 7]
+
+
+def test_stopping_early_and_continuing(target):
+    """A consumer may leave after any step; the session then continues as if nothing had happened."""
+    rng = random.Random(3)
+    for _ in range(20):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
+        drafter = make_drafter(rng.choice(["random", "hostile", "perfect"]), target, prompt, rng, 6)
+        session = Session(target, drafter)
+        policy = RandomWidth(rng, 5)
+        steps = decode(session, prompt, strategy=Greedy(), policy=policy, max_tokens=30, eos_ids=set())
+        first = []
+        for _ in range(rng.randint(1, 6)):
+            first += next(steps).tokens
+        steps.close()
+        check_session(session, prompt, first)
+
+        follow_up = prompt + first + [rng.randrange(VOCAB), rng.randrange(VOCAB)]
+        second = [
+            token
+            for step in decode(
+                session, follow_up, strategy=Greedy(), policy=policy, max_tokens=10, eos_ids=set()
+            )
+            for token in step.tokens
+        ]
+        assert second == plain_tokens(target, follow_up, 10)
+
+
+def test_rewinding_a_session(target):
+    """An edited conversation reuses the common prefix and answers like a fresh session, drafts included."""
+    rng = random.Random(4)
+    drafter = tiny_drafter(block_size=6)
+    for _ in range(15):
+        session = Session(target, drafter)
+        prompt = [rng.randrange(VOCAB) for _ in range(20)]
+        run = {"strategy": Greedy(), "max_tokens": 12, "eos_ids": set()}
+        list(decode(session, prompt, policy=RandomWidth(rng, 5), **run))
+        keep = rng.randint(0, 24)
+        session.rewind(keep)
+        edited = session.tokens + [rng.randrange(VOCAB) for _ in range(3)]
+
+        again = list(decode(session, edited, policy=FixedWidth(5), **run))
+        fresh = list(decode(Session(target, drafter), edited, policy=FixedWidth(5), **run))
+
+        assert [s.tokens for s in again] == [s.tokens for s in fresh]
+        assert [s.tokens for s in again for _ in s.tokens] != []
+        assert sum((s.tokens for s in again), []) == plain_tokens(target, edited, 12)
+
+
+def test_two_drafters_take_turns_on_one_model(target):
+    """Different taps on one loaded model: each drafter drafts exactly as it does alone."""
+    prompt = [1, 2, 3, 4]
+
+    def accepted(drafter):
+        steps = decode(
+            Session(target, drafter),
+            prompt,
+            strategy=Greedy(),
+            policy=FixedWidth(5),
+            max_tokens=40,
+            eos_ids=set(),
+        )
+        return [(step.tokens, step.num_accepted) for step in steps]
+
+    first = tiny_drafter(block_size=6, seed=11, taps=(0, 3))
+    second = tiny_drafter(block_size=6, seed=12, taps=(1, 2, 3))
+    alone = accepted(first), accepted(second)
+    interleaved = accepted(first), accepted(second), accepted(first)
+    assert interleaved == (alone[0], alone[1], alone[0])
+
+
+def test_sliding_and_causal_drafters(target):
+    """Other attention patterns in the drafter change acceptance only."""
+    base = tiny_drafter(block_size=6)
+    for changes in (
+        {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 7},
+        {"is_causal": True},
+        {"final_logit_softcapping": 5.0, "output_multiplier": 0.5, "input_embedding_scale": 2.0},
+    ):
+        drafter = tiny_drafter(block_size=6, **changes)
+        assert replace(base.config, **changes) == drafter.config
+        steps = decode(
+            Session(target, drafter),
+            [7] * 30,
+            strategy=Greedy(),
+            policy=FixedWidth(5),
+            max_tokens=30,
+            eos_ids=set(),
+        )
+        assert sum((s.tokens for s in steps), []) == plain_tokens(target, [7] * 30, 30)
+
+
+def test_parameters_are_untouched(target):
+    before = mx.concatenate([p.reshape(-1) for p in _leaves(target)])
+    classes = [type(layer) for layer in target.layers]
+    session = Session(target, tiny_drafter(taps=(0, LAYERS - 1)))
+    list(decode(session, [1, 2], strategy=Greedy(), policy=FixedWidth(3), max_tokens=9, eos_ids=set()))
+    assert mx.array_equal(before, mx.concatenate([p.reshape(-1) for p in _leaves(target)])).item()
+    assert [type(layer) for layer in target.layers] == classes
+    assert all("_dflash_tap_sink" not in layer.__dict__ for layer in target.layers)
+
+
+def _leaves(target):
+    from mlx.utils import tree_flatten
+
+    return [array for _, array in tree_flatten(target.model.parameters())]

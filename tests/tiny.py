@@ -1,0 +1,117 @@
+"""Tiny random models for tests: real mlx-lm classes and real drafters, small enough to run in milliseconds."""
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.generate import generate_step
+
+from dflash_mlx.drafters.config import DraftConfig
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.targets.target import Target, wrap_model
+
+VOCAB, HIDDEN, LAYERS = 48, 32, 4
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 8192,
+    "rope_theta": 10000.0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
+}
+
+
+def tiny_target(family: str, *, seed: int = 0) -> Target:
+    """A random float32 model of a family, from its real mlx-lm class."""
+    config = {"model_type": family, **_COMMON, **FAMILIES[family]}
+    module = import_module(f"mlx_lm.models.{family}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    _randomize(model, seed)
+    return wrap_model(model, config)
+
+
+def tiny_drafter(
+    *, block_size: int = 8, seed: int = 1, taps: tuple[int, ...] = (0, 2), **changes: Any
+) -> DFlashDrafter:
+    """A random DFlash drafter for `tiny_target`."""
+    config = DraftConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCAB,
+        block_size=block_size,
+        mask_token_id=3,
+        target_layer_ids=taps,
+        num_target_layers=LAYERS,
+        layer_types=("full_attention", "full_attention"),
+    )
+    drafter = DFlashDrafter(replace(config, **changes))
+    _randomize(drafter, seed)
+    return drafter
+
+
+class ScriptedDrafter(DFlashDrafter):
+    """A drafter that knows the answer: drafts `script[position]`, wrong at each position in `wrong`."""
+
+    def __init__(
+        self, config: DraftConfig, script: dict[int, int], wrong: frozenset[int] = frozenset()
+    ) -> None:
+        super().__init__(config)
+        _randomize(self, 5)
+        self._script, self._wrong = [script], [wrong]
+
+    def __call__(
+        self, block: mx.array, cache: Any, *, context_length: int | mx.array | None = None
+    ) -> mx.array:
+        self._anchor = [cache[0].offset if context_length is None else int(mx.array(context_length).item())]
+        return super().__call__(block, cache, context_length=context_length)
+
+    def adjust_logits(self, logits: mx.array) -> mx.array:
+        anchor = self._anchor[0]
+        rows = []
+        for i in range(logits.shape[1]):
+            token = self._script[0].get(anchor + 1 + i, 0)
+            if anchor + 1 + i in self._wrong[0]:
+                token = (token + 1) % VOCAB
+            rows.append((mx.arange(logits.shape[-1]) == token) * 100.0)
+        return mx.stack(rows)[None]
+
+
+def plain_tokens(
+    target: Target, prompt: list[int], max_tokens: int, eos_ids: set[int] | None = None
+) -> list[int]:
+    """The truth: mlx-lm's own greedy decoding, cut at the first end-of-sequence token."""
+    tokens: list[int] = []
+    for token, _ in generate_step(mx.array(prompt), target.model, max_tokens=max_tokens):
+        tokens.append(int(token))
+        if token in (eos_ids or set()):
+            break
+    return tokens
+
+
+def _randomize(model: Any, seed: int) -> None:
+    """Weights large enough that the best token is never a matter of rounding."""
+    keys = iter(mx.random.split(mx.random.key(seed), 400))
+
+    def draw(array: mx.array) -> mx.array:
+        if array.ndim == 1:
+            return 1.0 + 0.1 * mx.random.normal(array.shape, key=next(keys))
+        return mx.random.normal(array.shape, key=next(keys)) * (1.4 / array.shape[-1] ** 0.5)
+
+    model.update(tree_map(draw, model.parameters()))
+    model.eval()
+    mx.eval(model.parameters())
