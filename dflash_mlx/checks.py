@@ -1,14 +1,13 @@
 """Checks that a target and a drafter belong together, by running them.
 
-A wrong pair does not crash: it drafts nonsense and is slow, or reads the wrong layers. So shapes are compared first, and then
-both models run on a few tokens; anything off is a PairError that says what was expected and what was found.
+A wrong pair does not crash: it drafts nonsense and is slow, or reads the wrong layers. So shapes are compared first,
+and then both models run on a few tokens; anything off is a PairError that says what was expected and what was found.
 """
 
 from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.dflash import DFlashDrafter
@@ -25,13 +24,9 @@ def check_shapes(target: Target, drafter: DFlashDrafter) -> None:
     config = drafter.config
     problems = []
     if config.hidden_size != target.hidden_size:
-        problems.append(
-            f"it was made for a hidden size of {config.hidden_size}, the target has {target.hidden_size}"
-        )
+        problems.append(f"it was made for a hidden size of {config.hidden_size}, the target has {target.hidden_size}")
     if config.vocab_size != target.vocab_size:
-        problems.append(
-            f"it was made for a vocabulary of {config.vocab_size}, the target has {target.vocab_size}"
-        )
+        problems.append(f"it was made for a vocabulary of {config.vocab_size}, the target has {target.vocab_size}")
     layers = len(target.layers)
     if config.num_target_layers not in (None, layers):
         problems.append(f"it was made for {config.num_target_layers} target layers, the target has {layers}")
@@ -62,13 +57,11 @@ def _check_taps(target: Target, drafter: DFlashDrafter, prompt: mx.array, tolera
     """Reading the layers changes neither the model nor its numbers."""
     layer_ids = drafter.config.target_layer_ids
     classes = [type(layer) for layer in target.layers]
-    names = [name for name, _ in tree_flatten(target.model.parameters())]
+    names = target.parameter_names()
     plain = target.forward(prompt, target.make_cache())
     logits, features = target.forward_tapped(prompt, target.make_cache(), layer_ids)
     _require_close("a tapped forward", logits, "the plain forward", plain, tolerance)
-    if [type(layer) for layer in target.layers] != classes or [
-        name for name, _ in tree_flatten(target.model.parameters())
-    ] != names:
+    if [type(layer) for layer in target.layers] != classes or target.parameter_names() != names:
         raise PairError(
             "reading the target's layers changed the model itself; this target cannot be used for drafting."
         )
@@ -134,7 +127,7 @@ def _check_blocks(
 def _require_close(name: str, found: mx.array, reference: str, expected: mx.array, tolerance: float) -> None:
     found, expected = found.astype(mx.float32), expected.astype(mx.float32)
     spread = mx.maximum(mx.std(expected), 1e-6)
-    difference = (mx.abs(found - expected).max() / spread).item()
+    difference = float(mx.abs(found - expected).max() / spread)
     if not difference <= tolerance:
         raise PairError(
             f"{name} should give the same logits as {reference}; they differ by {difference:.3g} of their spread "

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
@@ -108,9 +108,7 @@ def stream_generate(
         raise UsageError("this session was made without a drafter; make it with pair.new_session().")
     drafting = draft and session.drafter is not None
     policy = pair.width_policy(width) if drafting else FixedWidth(0)
-    return _respond(
-        pair, session, tokens, params, max_tokens, policy, "dflash" if drafting else "plain", on_prefill
-    )
+    return _respond(pair, session, tokens, params, max_tokens, policy, "dflash" if drafting else "plain", on_prefill)
 
 
 def encode(pair: ModelPair, prompt: Prompt) -> list[int]:
@@ -118,8 +116,8 @@ def encode(pair: ModelPair, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         return pair.encode_chat([{"role": "user", "content": prompt}])
     if prompt and isinstance(prompt[0], Mapping):
-        return pair.encode_chat([dict(message) for message in prompt])  # type: ignore[arg-type]
-    return [int(token) for token in prompt]  # type: ignore[call-overload]
+        return pair.encode_chat([dict(message) for message in cast("Sequence[Mapping[str, Any]]", prompt)])
+    return list(cast("Sequence[int]", prompt))
 
 
 def _fitting_max_tokens(pair: ModelPair, prompt_tokens: int, wanted: int) -> int:
@@ -234,8 +232,7 @@ class _Answer:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             generation_tokens=self.tokens,
-            prompt_tps=(self.prompt_tokens - self.cached_tokens)
-            / max(self.first_token_at - self.started, 1e-9),
+            prompt_tps=(self.prompt_tokens - self.cached_tokens) / max(self.first_token_at - self.started, 1e-9),
             generation_tps=(self.tokens - 1) / decoding if decoding > 0 else 0.0,
             peak_memory_gb=mx.get_peak_memory() / 1e9,
             mode=self.mode,

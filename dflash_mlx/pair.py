@@ -70,9 +70,7 @@ class ModelPair:
         """A policy for one answer: always `width` drafts, or by measured speed when None."""
         if width is not None:
             if not 0 <= width < self.block_size:
-                raise UsageError(
-                    f"width should be from 0 to {self.block_size - 1} for this drafter; got {width}."
-                )
+                raise UsageError(f"width should be from 0 to {self.block_size - 1} for this drafter; got {width}.")
             return FixedWidth(width)
         return AdaptiveWidth(self.round_costs(), self.block_size - 1, self._estimate)
 
@@ -151,9 +149,7 @@ def _resolve(
         spec = find_pair(name)
         return spec.name, spec.target, spec.drafter if draft else None
     if model is None:
-        raise UsageError(
-            "say what to load: a pair (--pair demo) or a model (--model TARGET --draft-model DRAFTER)."
-        )
+        raise UsageError("say what to load: a pair (--pair demo) or a model (--model TARGET --draft-model DRAFTER).")
     target = parse_source(model)
     if not draft:
         return model, target, None
@@ -189,7 +185,5 @@ def _block_size(drafter: DFlashDrafter | None, wanted: int | None) -> int:
     if wanted is None:
         return trained
     if not 2 <= wanted <= trained:
-        raise UsageError(
-            f"block size should be from 2 to {trained}, what the drafter was trained for; got {wanted}."
-        )
+        raise UsageError(f"block size should be from 2 to {trained}, what the drafter was trained for; got {wanted}.")
     return wanted

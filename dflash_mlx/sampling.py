@@ -40,9 +40,7 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive whole number")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
-        _require(
-            self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0 (1 is off)"
-        )
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0 (1 is off)")
         _require(all(self.stop), "stop", self.stop, "strings that are not empty")
         if self.seed is not None:
             _require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")

@@ -32,9 +32,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_target(family: str, *, seed: int = 0) -> Target:
-    """A random float32 model of a family, from its real mlx-lm class."""
-    config = {"model_type": family, **_COMMON, **FAMILIES[family]}
+def tiny_target(family: str, *, seed: int = 0, **changes: Any) -> Target:
+    """A random float32 model of a family, from its real mlx-lm class; `changes` go into its config."""
+    config = {"model_type": family, **_COMMON, **FAMILIES[family], **changes}
     module = import_module(f"mlx_lm.models.{family}")
     model = module.Model(module.ModelArgs.from_dict(config))
     _randomize(model, seed)
@@ -67,16 +67,12 @@ def tiny_drafter(
 class ScriptedDrafter(DFlashDrafter):
     """A drafter that knows the answer: drafts `script[position]`, wrong at each position in `wrong`."""
 
-    def __init__(
-        self, config: DraftConfig, script: dict[int, int], wrong: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, config: DraftConfig, script: dict[int, int], wrong: frozenset[int] = frozenset()) -> None:
         super().__init__(config)
         _randomize(self, 5)
         self._script, self._wrong = [script], [wrong]
 
-    def __call__(
-        self, block: mx.array, cache: Any, *, context_length: int | mx.array | None = None
-    ) -> mx.array:
+    def __call__(self, block: mx.array, cache: Any, *, context_length: int | mx.array | None = None) -> mx.array:
         self._anchor = [cache[0].offset if context_length is None else int(mx.array(context_length).item())]
         return super().__call__(block, cache, context_length=context_length)
 
@@ -91,9 +87,7 @@ class ScriptedDrafter(DFlashDrafter):
         return mx.stack(rows)[None]
 
 
-def plain_tokens(
-    target: Target, prompt: list[int], max_tokens: int, eos_ids: set[int] | None = None
-) -> list[int]:
+def plain_tokens(target: Target, prompt: list[int], max_tokens: int, eos_ids: set[int] | None = None) -> list[int]:
     """The truth: mlx-lm's own greedy decoding, cut at the first end-of-sequence token."""
     tokens: list[int] = []
     for token, _ in generate_step(mx.array(prompt), target.model, max_tokens=max_tokens):

@@ -3,19 +3,19 @@
 Three strategies, all lossless:
 
 - `Greedy` (temperature 0): a draft is kept while it is the target's best token.
-- `Coupled` (temperature above 0 with a seed): the target draws its token at each position with noise that
-  depends on seed and position only (the Gumbel-max trick), and a draft is kept while it equals that token. So the answer
-  is the same for any drafter and any width, and with none.
-- `Rejection` (temperature above 0 without a seed): speculative sampling (arXiv 2211.17192, algorithm 1). A draft x is kept
-  with probability min(1, target_probs[x] / draft_probs[x]); the first one refused is replaced by a draw from the
-  residual distribution. It keeps the most drafts that any lossless scheme can.
+- `Coupled` (temperature above 0 with a seed): the target draws its token at each position with noise that depends
+  on seed and position only (the Gumbel-max trick), and a draft is kept while it equals that token. So the answer is
+  the same for any drafter and any width, and with none.
+- `Rejection` (temperature above 0 without a seed): speculative sampling (arXiv 2211.17192, algorithm 1). A draft x
+  is kept with probability min(1, target_probs[x] / draft_probs[x]); the first one refused is replaced by a draw from
+  the residual distribution. It keeps the most drafts that any lossless scheme can.
 
 Everything stays on the device; the host reads one small array a round (`Outcome.read`).
 """
 
 import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import mlx.core as mx
 
@@ -65,8 +65,8 @@ class Outcome:
 
     def read(self) -> tuple[int, list[int]]:
         """Wait for the device: the number of drafts kept, and the num_accepted + 1 tokens gained."""
-        count, *tokens = self.packed.tolist()
-        return count, tokens[: count + 1]
+        values = cast("list[int]", self.packed.tolist())
+        return values[0], values[1 : values[0] + 2]
 
 
 class Strategy(Protocol):

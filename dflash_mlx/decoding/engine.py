@@ -1,9 +1,9 @@
 """The decode loop: prefill, then rounds of draft, verify, accept, commit. Token ids only.
 
 A round feeds the anchor (newest token, not yet in the target's cache) and W drafts to the target; W may be 0, which
-is plain decoding. While a round runs, the next one is already queued behind it: after a drafted round the next draft, for which
-the accepted count need not leave the device, and after a plain one the whole next round. So the device does not
-wait for Python, and the host reads once a round.
+is plain decoding. While a round runs, the next one is already queued behind it: after a drafted round the next draft,
+for which the accepted count need not leave the device, and after a plain one the whole next round. So the device does
+not wait for Python, and the host reads once a round.
 """
 
 import time
@@ -28,7 +28,7 @@ _MAX_PENDING = 64
 
 @dataclass
 class Step:
-    """What one round added to the answer: `tokens` (at least one), from `width` drafts of which `num_accepted` stayed."""
+    """What a round added to the answer: `tokens` (at least one); `num_accepted` of its `width` drafts stayed."""
 
     tokens: list[int]
     width: int
@@ -115,9 +115,7 @@ def decode(
         session.settle()
 
 
-def prefill(
-    session: Session, tokens: list[int], on_prefill: Callable[[int, int], None] | None = None
-) -> None:
+def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int], None] | None = None) -> None:
     """Feed `tokens` beyond those that the session holds (which must be a prefix of them).
 
     Chunks are those of mlx-lm's plain decoding, and so are the numbers. Features go straight into the drafter's cache;
@@ -173,9 +171,7 @@ def verify(
     """
     width = proposal.width if proposal else 0
     base = len(session.tokens) + session.in_flight
-    fed = (
-        mx.concatenate([anchor.astype(mx.uint32), proposal.tokens.astype(mx.uint32)]) if proposal else anchor
-    )
+    fed = mx.concatenate([anchor.astype(mx.uint32), proposal.tokens.astype(mx.uint32)]) if proposal else anchor
     if session.rollback is not None:
         session.rollback.begin(session.target_cache)
     logits, features = session.forward(fed[None])

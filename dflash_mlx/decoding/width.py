@@ -1,8 +1,9 @@
 """How many drafts to verify in a round.
 
-A wider round gains more tokens and costs more time; how much of either depends on the machine, the pair and the text. So the
-cost of a round is measured on the user's machine, acceptance is estimated from the rounds so far, and the width is the
-one with the most expected tokens a second. Width 0 is plain decoding: where drafting does not pay it pauses, and is tried again.
+A wider round gains more tokens and costs more time; how much of either depends on the machine, the pair and the text.
+So the cost of a round is measured on the user's machine, acceptance is estimated from the rounds so far, and the width
+is the one with the most expected tokens a second. Width 0 is plain decoding: where drafting does not pay it pauses, and
+is tried again later.
 """
 
 from collections.abc import Mapping
@@ -116,9 +117,7 @@ class RoundCosts:
 class AdaptiveWidth:
     """The width with the most expected tokens a second; pauses where that is 0."""
 
-    def __init__(
-        self, costs: Mapping[int, float], max_width: int, estimate: AcceptanceEstimate | None = None
-    ) -> None:
+    def __init__(self, costs: Mapping[int, float], max_width: int, estimate: AcceptanceEstimate | None = None) -> None:
         self.costs = RoundCosts(dict(costs))
         self.max_width = max_width
         self.estimate = estimate if estimate is not None else AcceptanceEstimate()

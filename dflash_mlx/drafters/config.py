@@ -132,17 +132,13 @@ def _check(config: DraftConfig) -> None:
     if not config.target_layer_ids:
         problems.append("target_layer_ids is empty; the drafter needs features of at least one target layer")
     if len(config.layer_types) != config.num_hidden_layers:
-        problems.append(
-            f"layer_types has {len(config.layer_types)} entries for {config.num_hidden_layers} layers"
-        )
+        problems.append(f"layer_types has {len(config.layer_types)} entries for {config.num_hidden_layers} layers")
     unknown = set(config.layer_types) - {_FULL, _SLIDING}
     if unknown:
         problems.append(f"layer_types has {sorted(unknown)}; known are {_FULL} and {_SLIDING}")
     if _SLIDING in config.layer_types and not config.sliding_window:
         problems.append("it has sliding_attention layers and no sliding_window")
     if not 0 <= config.mask_token_id < config.vocab_size:
-        problems.append(
-            f"mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}"
-        )
+        problems.append(f"mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}")
     if problems:
         raise CheckpointError("the drafter's config.json does not fit together: " + "; ".join(problems) + ".")

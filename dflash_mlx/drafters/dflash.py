@@ -7,7 +7,7 @@ rounds: a block's own are thrown away, so a drafter never has to roll anything b
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,9 +35,7 @@ class DraftAttention(nn.Module):
         self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
 
-    def keys_and_values(
-        self, x: mx.array, rope: nn.Module, position: int | mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def keys_and_values(self, x: mx.array, rope: nn.Module, position: int | mx.array) -> tuple[mx.array, mx.array]:
         """x: (1, L, D), at `position` onwards -> keys and values (1, num_kv_heads, L, head_dim)."""
         batch, length, _ = x.shape
         keys = self.k_norm(self.k_proj(x).reshape(batch, length, self.num_kv_heads, -1)).transpose(0, 2, 1, 3)
@@ -51,11 +49,9 @@ class DraftAttention(nn.Module):
         queries = self.q_norm(self.q_proj(x).reshape(batch, length, self.num_heads, -1)).transpose(0, 2, 1, 3)
         queries = rope(queries, offset=position)
         keys, values = self.keys_and_values(x, rope, position)
-        if cache.offset:
-            context_keys = cache.keys[..., : cache.offset, :]
-            context_values = cache.values[..., : cache.offset, :]
-            keys = mx.concatenate([context_keys, keys], axis=2)
-            values = mx.concatenate([context_values, values], axis=2)
+        if cache.keys is not None and cache.values is not None:
+            keys = mx.concatenate([cache.keys[..., : cache.offset, :], keys], axis=2)
+            values = mx.concatenate([cache.values[..., : cache.offset, :], values], axis=2)
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
@@ -115,9 +111,7 @@ class DFlashDrafter(nn.Module):
         """
         context = self.hidden_norm(self.fc(target_hidden))
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            layer_cache.update_and_fetch(
-                *layer.self_attn.keys_and_values(context, self.rope, layer_cache.offset)
-            )
+            layer_cache.update_and_fetch(*layer.self_attn.keys_and_values(context, self.rope, layer_cache.offset))
 
     def __call__(
         self, block: mx.array, cache: list[KVCache], *, context_length: int | mx.array | None = None
@@ -138,9 +132,7 @@ class DFlashDrafter(nn.Module):
             if kind not in masks:
                 causal, sliding = kind
                 window = self.config.sliding_window if sliding else None
-                masks[kind] = attention_mask(
-                    block.shape[1], held, context_length, causal=causal, window=window
-                )
+                masks[kind] = attention_mask(block.shape[1], held, context_length, causal=causal, window=window)
             h = layer(h, layer_cache, self.rope, position, masks[kind])
         return self.norm(h)
 
@@ -194,7 +186,7 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool) -> DFla
     weights: dict[str, mx.array] = {}
     try:
         for file in files:
-            weights.update(mx.load(str(file)))
+            weights.update(cast("dict[str, mx.array]", mx.load(str(file))))
     except RuntimeError as error:
         raise CheckpointError(f"cannot read the drafter's weights in {folder}: {error}") from error
     quantization = raw.get("quantization")
@@ -204,16 +196,12 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool) -> DFla
             group_size=quantization["group_size"],
             bits=quantization["bits"],
             mode=quantization.get("mode", "affine"),
-            class_predicate=lambda path, module: (
-                hasattr(module, "to_quantized") and f"{path}.scales" in weights
-            ),
+            class_predicate=lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights,
         )
     try:
         drafter.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
-        raise CheckpointError(
-            f"the drafter's weights in {folder} do not fit its config.json: {error}"
-        ) from error
+        raise CheckpointError(f"the drafter's weights in {folder} do not fit its config.json: {error}") from error
     if quantization and not keep_quantized:
         drafter = _dequantize(drafter)
     drafter.set_dtype(dtype)
@@ -225,7 +213,7 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool) -> DFla
 def _dequantize(drafter: DFlashDrafter) -> DFlashDrafter:
     from mlx_lm.utils import dequantize_model
 
-    return dequantize_model(drafter)
+    return cast(DFlashDrafter, dequantize_model(drafter))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ any number of drafters with different taps.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -36,7 +36,7 @@ def tapped(layers: Sequence[nn.Module], layer_ids: Sequence[int]) -> Iterator[di
             layer.__dict__.pop(_SINK, None)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tapped_class(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = kind.__call__(self, *args, **kwargs)

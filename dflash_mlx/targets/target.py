@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx.errors import CheckpointError, PairError
@@ -35,13 +36,14 @@ class Target:
         """tokens (1, L) -> logits (1, L, V); appends the tokens to the cache."""
         return self.model(tokens, cache=cache)
 
-    def forward_tapped(
-        self, tokens: mx.array, cache: list[Any], layer_ids: Sequence[int]
-    ) -> tuple[mx.array, mx.array]:
+    def forward_tapped(self, tokens: mx.array, cache: list[Any], layer_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         """`forward`, and the features: tapped layer outputs concatenated, (1, L, taps * D)."""
         with tapped(self.layers, layer_ids) as outputs:
             logits = self.model(tokens, cache=cache)
         return logits, mx.concatenate([outputs[i] for i in layer_ids], axis=-1)
+
+    def parameter_names(self) -> list[str]:
+        return list(dict(tree_flatten(self.model.parameters())))
 
     def text_config(self, key: str, default: Any = None) -> Any:
         """A config value, looked up in `text_config` first as multimodal checkpoints nest it."""
@@ -124,10 +126,8 @@ def load_target(folder: Path, *, dtype: str) -> tuple[Target, mx.Dtype]:
 
 def _activation_dtype(model: nn.Module) -> mx.Dtype:
     """The floating dtype most of a model's own arrays have (scales and norms, for a quantized one)."""
-    from mlx.utils import tree_flatten
-
     counts: dict[mx.Dtype, int] = {}
-    for _, array in tree_flatten(model.parameters()):
+    for array in dict(tree_flatten(model.parameters())).values():
         if mx.issubdtype(array.dtype, mx.floating):
             counts[array.dtype] = counts.get(array.dtype, 0) + 1
     return max(counts, key=lambda kind: counts[kind])

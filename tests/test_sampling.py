@@ -1,0 +1,258 @@
+"""At a temperature above 0 the answers are drawn from the target's own distribution, whatever the drafter.
+
+The joint distribution of the first three tokens over thousands of answers of a tiny model is compared with the exact one, by a
+chi-square test whose filters and probabilities are computed here in float64, apart from the code under test.
+"""
+
+import itertools
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny import tiny_drafter, tiny_target
+
+from dflash_mlx.decoding import accept
+from dflash_mlx.decoding.accept import Coupled, Rejection, choose_strategy
+from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.width import FixedWidth
+from dflash_mlx.errors import UsageError
+from dflash_mlx.sampling import SamplingParams, sampling_scores
+
+VOCAB, PROMPT, RUNS = 5, [1, 4, 2], 5000
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama", seed=3, vocab_size=VOCAB, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def drafter():
+    return tiny_drafter(block_size=4, taps=(0, 1), vocab_size=VOCAB, num_target_layers=2)
+
+
+def exact_probs(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """One row's distribution in float64: top-p, min-p, top-k at temperature 1, then the temperature."""
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    order = np.argsort(-probs)
+    keep = np.ones(len(probs), bool)
+    if params.top_p < 1:
+        before = np.cumsum(probs[order]) - probs[order]
+        keep[order[before >= params.top_p]] = False
+    if params.min_p:
+        keep &= probs >= params.min_p * probs.max()
+    if params.top_k:
+        ranked = [i for i in order if keep[i]]
+        keep[[i for i in range(len(probs)) if i not in ranked[: params.top_k]]] = False
+    powered = np.where(keep, probs, 0) ** (1 / params.temperature)
+    return powered / powered.sum()
+
+
+def exact_joint(target, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Probability of every three-token continuation of PROMPT."""
+    joint = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for tokens, probability in joint.items():
+            logits = target.forward(mx.array([PROMPT + list(tokens)]), target.make_cache())[0, -1]
+            row = exact_probs(np.array(logits, dtype=np.float64), params)
+            longer |= {(*tokens, i): probability * float(p) for i, p in enumerate(row) if p > 0}
+        joint = longer
+    return joint
+
+
+def chi_square_p(counts: dict, expected: dict, runs: int) -> float:
+    """Upper tail of the chi-square statistic (Wilson-Hilferty). Outcomes expected fewer than 5 times share a bin."""
+    assert set(counts) <= set(expected), "a token that a filter removes was drawn"
+    bins, rest = [], [0.0, 0.0]
+    for outcome, probability in expected.items():
+        pair = (counts.get(outcome, 0), probability * runs)
+        if pair[1] >= 5:
+            bins.append(pair)
+        else:
+            rest = [rest[0] + pair[0], rest[1] + pair[1]]
+    if rest[1] >= 1:
+        bins.append(tuple(rest))
+    statistic = sum((found - wanted) ** 2 / wanted for found, wanted in bins)
+    freedom = len(bins) - 1
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+def sample(target, drafter, params: SamplingParams, runs: int, strategy_of_run) -> dict[tuple[int, ...], int]:
+    """Counts of the first three tokens. One session is rewound to the prompt between runs."""
+    session = Session(target, drafter)
+    counts: dict[tuple[int, ...], int] = {}
+    for run in range(runs):
+        session.rewind(len(PROMPT) - 1)
+        steps = decode(
+            session, PROMPT, strategy=strategy_of_run(run), policy=FixedWidth(3), max_tokens=5, eos_ids=set()
+        )
+        tokens = [token for step in steps for token in step.tokens]
+        counts[tuple(tokens[:3])] = counts.get(tuple(tokens[:3]), 0) + 1
+    return counts
+
+
+CASES = [
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=1.0, top_k=3, min_p=0.05),
+    SamplingParams(temperature=0.7, top_p=0.95, top_k=4, min_p=0.02),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", CASES, ids=str)
+def test_rejection_sampling_keeps_the_targets_distribution(target, drafter, params):
+    strategy = Rejection(params, seed=7)
+    counts = sample(target, drafter, params, RUNS, lambda run: strategy)
+    assert chi_square_p(counts, exact_joint(target, params), RUNS) > 1e-3
+
+
+@pytest.mark.slow
+def test_coupled_sampling_keeps_the_targets_distribution(target, drafter):
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=0)
+    counts = sample(
+        target, drafter, params, RUNS, lambda run: Coupled(SamplingParams(temperature=1.0, top_p=0.95, seed=run))
+    )
+    assert chi_square_p(counts, exact_joint(target, params), RUNS) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_test_notices_biased_acceptance(target, drafter, monkeypatch):
+    """Keeping drafts a third too often must fail the same test."""
+    params = CASES[0]
+    honest = accept.reject
+
+    def biased(drafts, draft_probs, target_probs, key):
+        return honest(drafts, draft_probs * 0.75, target_probs, key)
+
+    monkeypatch.setattr(accept, "reject", biased)
+    strategy = Rejection(params, seed=7)
+    counts = sample(target, drafter, params, RUNS, lambda run: strategy)
+    assert chi_square_p(counts, exact_joint(target, params), RUNS) < 1e-6
+
+
+def test_reject_draws_from_the_target(monkeypatch):
+    """The pure function alone, many times: first token after a draft of one, for very different distributions."""
+    draft_probs = mx.array([[0.7, 0.2, 0.1, 0.0]])
+    target_probs = mx.array([[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]])
+    runs = 20_000
+    keys = mx.random.split(mx.random.key(5), 2 * runs)
+    drafts = mx.vmap(lambda key: mx.random.categorical(mx.log(draft_probs), key=key))(keys[:runs])
+
+    def first_token(draft, key):
+        outcome = accept.reject(draft, draft_probs, target_probs, key)
+        return outcome.tokens[0]
+
+    tokens = np.array(mx.vmap(first_token)(drafts, keys[runs:]))
+    counts = {(i,): int((tokens == i).sum()) for i in range(4)}
+    expected = {(i,): float(target_probs[0, i]) for i in range(4)}
+    assert chi_square_p(counts, expected, runs) > 1e-3
+
+
+def test_equal_distributions_keep_everything():
+    probs = mx.softmax(mx.random.normal((5, 7), key=mx.random.key(1)), axis=-1)
+    drafts = mx.argmax(probs[:4], axis=-1)
+    for i in range(50):
+        outcome = accept.reject(drafts, probs[:4], probs, mx.random.key(i))
+        assert outcome.read()[0] == 4
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0.8, seed=11), SamplingParams(temperature=1.3, top_k=9, seed=4)]
+)
+def test_a_seed_gives_the_same_answer_with_any_drafter_and_none(params):
+    target = tiny_target("qwen3")
+
+    def answer(drafter, width):
+        steps = decode(
+            Session(target, drafter),
+            [1, 2, 3],
+            strategy=choose_strategy(params),
+            policy=FixedWidth(width),
+            max_tokens=40,
+            eos_ids=set(),
+        )
+        return [token for step in steps for token in step.tokens]
+
+    plain = answer(None, 0)
+    assert answer(None, 0) == plain
+    for seed, width in itertools.product((1, 2), (1, 3, 7)):
+        assert answer(tiny_drafter(seed=seed), width) == plain
+    other = SamplingParams(temperature=params.temperature, top_k=params.top_k, seed=999)
+    params = other
+    assert answer(None, 0) != plain
+
+
+def test_filters_are_applied_in_float32():
+    """A long flat tail: in bfloat16 a cumulative sum stops growing and the nucleus would be far too small."""
+    tail = -1.05 * np.log(np.arange(1, 30_001))
+    wide = sampling_scores(mx.array(tail, dtype=mx.float32), SamplingParams(temperature=1.0, top_p=0.9))
+    narrow = sampling_scores(mx.array(tail).astype(mx.bfloat16), SamplingParams(temperature=1.0, top_p=0.9))
+    kept = [int((scores > -mx.inf).sum()) for scores in (wide, narrow)]
+    probs = np.exp(tail) / np.exp(tail).sum()
+    exact = int((np.cumsum(probs) - probs < 0.9).sum())
+    assert abs(kept[0] - exact) <= 2
+    assert abs(kept[1] - exact) < 0.1 * exact
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("min_p", 2.0),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("stop", ("",)),
+        ("repetition_penalty", 0.0),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(field, value):
+    with pytest.raises(UsageError, match=field):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(presence_penalty=0.7, frequency_penalty=0.4),
+        SamplingParams(logit_bias={3: 4.0, 8: -100.0}),
+    ],
+    ids=["repetition", "presence-frequency", "bias"],
+)
+def test_penalties_and_bias_act_as_in_plain_decoding(params):
+    """Inside a block, each row sees the drafts before it in its history: the answer is mlx-lm's own."""
+    from mlx_lm.generate import generate_step
+
+    target = tiny_target("llama")
+    prompt = [4, 9, 9, 2]
+    expected = [
+        int(token)
+        for token, _ in generate_step(
+            mx.array(prompt), target.model, max_tokens=30, logits_processors=params.logits_processors()
+        )
+    ]
+    plain = [int(token) for token, _ in generate_step(mx.array(prompt), target.model, max_tokens=30)]
+    assert expected != plain
+    for width in (0, 1, 5):
+        steps = decode(
+            Session(target, tiny_drafter()),
+            prompt,
+            strategy=choose_strategy(params),
+            policy=FixedWidth(width),
+            max_tokens=30,
+            eos_ids=set(),
+            processors=params.logits_processors(),
+        )
+        assert [token for step in steps for token in step.tokens] == expected
