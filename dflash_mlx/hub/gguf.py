@@ -73,9 +73,9 @@ def _weights(file: GGUFFile, shape: LlamaShape) -> Tensors:
                 f"{file.path}: tensor {name!r} has no place in a llama model of {shape.layers} layers; "
                 "the file is of a kind that is not supported."
             )
+        tensor = read_tensor(file, info)
         if info.shape != expected[ours]:
             raise CheckpointError(f"{file.path}: tensor {name!r} has shape {info.shape}, expected {expected[ours]}.")
-        tensor = read_tensor(file, info)
         if ours.endswith(".bias") and isinstance(tensor, Packed):
             raise CheckpointError(f"{file.path}: tensor {name!r} is a quantized bias, which MLX cannot hold.")
         tensors[ours] = shape.split_rotary_halves(ours, tensor)
