@@ -1,11 +1,12 @@
 """At a temperature above 0 the answers are drawn from the target's own distribution, whatever the drafter.
 
-The joint distribution of the first three tokens over thousands of answers of a tiny model is compared with the exact one, by a
-chi-square test whose filters and probabilities are computed here in float64, apart from the code under test.
+The joint distribution of the first three tokens over thousands of answers of a tiny model is compared with the exact
+one, by a chi-square test whose filters and probabilities are computed here in float64, apart from the code under test.
 """
 
 import itertools
 import math
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -25,12 +26,13 @@ VOCAB, PROMPT, RUNS = 5, [1, 4, 2], 5000
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target("llama", seed=3, vocab_size=VOCAB, num_hidden_layers=2)
+    return tiny_target("llama", seed=3, vocab_size=VOCAB, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
 def drafter():
-    return tiny_drafter(block_size=4, taps=(0, 1), vocab_size=VOCAB, num_target_layers=2)
+    one_layer = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "num_target_layers": 1}
+    return tiny_drafter(block_size=4, taps=(0,), vocab_size=VOCAB, **one_layer)
 
 
 def exact_probs(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -99,15 +101,15 @@ def sample(target, drafter, params: SamplingParams, runs: int, strategy_of_run) 
 CASES = [
     SamplingParams(temperature=0.7),
     SamplingParams(temperature=1.0, top_p=0.9),
-    SamplingParams(temperature=1.0, top_k=3, min_p=0.05),
-    SamplingParams(temperature=0.7, top_p=0.95, top_k=4, min_p=0.02),
+    SamplingParams(temperature=0.7, top_p=0.97, top_k=4, min_p=0.05),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("params", CASES, ids=str)
-def test_rejection_sampling_keeps_the_targets_distribution(target, drafter, params):
-    strategy = Rejection(params, seed=7)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_rejection_sampling_keeps_the_targets_distribution(target, drafter, case):
+    params = CASES[case]
+    strategy = Rejection(params, seed=100 + case)
     counts = sample(target, drafter, params, RUNS, lambda run: strategy)
     assert chi_square_p(counts, exact_joint(target, params), RUNS) > 1e-3
 
@@ -183,8 +185,7 @@ def test_a_seed_gives_the_same_answer_with_any_drafter_and_none(params):
     assert answer(None, 0) == plain
     for seed, width in itertools.product((1, 2), (1, 3, 7)):
         assert answer(tiny_drafter(seed=seed), width) == plain
-    other = SamplingParams(temperature=params.temperature, top_k=params.top_k, seed=999)
-    params = other
+    params = replace(params, seed=999)
     assert answer(None, 0) != plain
 
 
