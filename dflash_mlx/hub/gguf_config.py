@@ -126,10 +126,10 @@ def llama_config(file: GGUFFile) -> tuple[dict[str, Any], LlamaShape]:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _shortest(settings["attention.layer_norm_rms_epsilon"]),
+        "rms_norm_eps": _decimal(file, settings, "attention.layer_norm_rms_epsilon"),
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": settings["context_length"],
-        "rope_theta": _shortest(settings.get("rope.freq_base", 10000.0)),
+        "rope_theta": _decimal(file, settings, "rope.freq_base", 10000.0),
         "rope_traditional": False,
         "tie_word_embeddings": shape.tied,
         "attention_bias": shape.attention_bias,
@@ -144,7 +144,7 @@ def llama_config(file: GGUFFile) -> tuple[dict[str, Any], LlamaShape]:
 def _settings(file: GGUFFile) -> dict[str, Any]:
     """The `llama.*` metadata without its prefix, known keys only, plain values only."""
     architecture = file.metadata.get("general.architecture")
-    if architecture != "llama":
+    if not isinstance(architecture, str) or architecture != "llama":
         raise CheckpointError(
             f"{file.path} holds a model of architecture {architecture!r}; GGUF files are read for 'llama' only. "
             "Use the model's safetensors checkpoint instead."
@@ -221,9 +221,7 @@ def _shape(file: GGUFFile, settings: dict[str, Any]) -> LlamaShape:
 def _rope_scaling(file: GGUFFile, settings: dict[str, Any], config: dict[str, Any]) -> dict[str, Any] | None:
     factors = file.tensors.get("rope_freqs.weight")
     kind = settings.get("rope.scaling.type", "linear" if "rope.scale_linear" in settings else "none")
-    factor = settings.get("rope.scaling.factor", settings.get("rope.scale_linear", 1.0))
-    if not isinstance(factor, float) or not math.isfinite(factor) or factor <= 0:
-        raise CheckpointError(f"{file.path}: llama.rope.scaling.factor is {factor!r}; expected a positive number.")
+    factor = _decimal(file, settings, "rope.scaling.factor", _decimal(file, settings, "rope.scale_linear", 1.0))
     if factors is not None:
         if kind != "none":
             raise CheckpointError(f"{file.path}: rope factors together with {kind} rope scaling are not supported.")
@@ -236,16 +234,18 @@ def _rope_scaling(file: GGUFFile, settings: dict[str, Any], config: dict[str, An
     if kind == "none":
         return None
     if kind == "linear":
-        return {"rope_type": "linear", "type": "linear", "factor": _shortest(factor)}
+        return {"rope_type": "linear", "type": "linear", "factor": factor}
     if kind == "yarn":
         length = settings.get("rope.scaling.original_context_length", config["max_position_embeddings"])
+        if type(length) is not int or length < 1:
+            raise CheckpointError(f"{file.path}: llama.rope.scaling.original_context_length is {length!r}.")
         return {
             "rope_type": "yarn",
             "type": "yarn",
-            "factor": _shortest(factor),
+            "factor": factor,
             "original_max_position_embeddings": length,
-            "beta_fast": _shortest(settings.get("rope.scaling.yarn_beta_fast", 32.0)),
-            "beta_slow": _shortest(settings.get("rope.scaling.yarn_beta_slow", 1.0)),
+            "beta_fast": _decimal(file, settings, "rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": _decimal(file, settings, "rope.scaling.yarn_beta_slow", 1.0),
         }
     raise CheckpointError(f"{file.path}: rope scaling of type {kind!r} is not supported.")
 
@@ -286,6 +286,14 @@ def _llama3_factors(config: dict[str, Any], factor: float) -> np.ndarray:
     waves = 2 * math.pi * config["rope_theta"] ** (np.arange(half) / half)
     blend = np.clip((8192 / waves - 1.0) / (4.0 - 1.0), 0, 1)
     return 1 / ((1 - blend) / factor + blend)
+
+
+def _decimal(file: GGUFFile, settings: dict[str, Any], name: str, default: float | None = None) -> float:
+    """A positive number of the settings."""
+    value = settings.get(name, default)
+    if not isinstance(value, float) or not math.isfinite(value) or value <= 0:
+        raise CheckpointError(f"{file.path}: llama.{name} is {value!r}; expected a positive number.")
+    return _shortest(value)
 
 
 def _shortest(value: float) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from dflash_mlx.errors import CheckpointError
@@ -98,18 +99,18 @@ def _build(metadata: dict[str, Any], tokens: list[str], ids: dict[str, int], sou
 
 def _word_rule(metadata: dict[str, Any], source: Path) -> str:
     model = metadata.get("tokenizer.ggml.model")
-    if model != "gpt2":
+    if not isinstance(model, str) or model != "gpt2":
         raise CheckpointError(
             f"{source}: its tokenizer is of kind {model!r}; only byte-level BPE ('gpt2') is supported. "
             "Use the model's safetensors checkpoint instead."
         )
     rule = metadata.get("tokenizer.ggml.pre")
-    if rule not in _WORD_RULES:
+    if not isinstance(rule, str) or rule not in _WORD_RULES:
         raise CheckpointError(
             f"{source}: its text is split by the rule {rule!r} (tokenizer.ggml.pre); supported are "
             f"{', '.join(_WORD_RULES)}. Use the model's safetensors checkpoint instead."
         )
-    return str(rule)
+    return rule
 
 
 def _merges(metadata: dict[str, Any], vocabulary: dict[str, int], source: Path) -> list[tuple[str, str]]:
@@ -127,8 +128,8 @@ def _merges(metadata: dict[str, Any], vocabulary: dict[str, int], source: Path) 
 def _added_tokens(metadata: dict[str, Any], tokens: list[str], source: Path) -> list[AddedToken]:
     """Tokens that are found in the text as a whole, before it is cut into words."""
     types = metadata.get("tokenizer.ggml.token_type")
-    if types is None or len(types) != len(tokens):
-        found = "none" if types is None else f"{len(types):,}"
+    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+        found = f"{len(types):,}" if isinstance(types, np.ndarray) else "none"
         raise CheckpointError(
             f"{source}: expected {len(tokens):,} entries in tokenizer.ggml.token_type, found {found}."
         )

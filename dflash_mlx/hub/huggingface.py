@@ -37,9 +37,10 @@ def ensure(source: ModelSource, *, report: Report) -> Path:
     size = f" ({source.download_mb:,} MB)" if source.download_mb else ""
     report(f"fetching {source.repo}{size} from the Hugging Face Hub", None)
     try:
-        return check_folder(_snapshot(source, local=False))
-    except (OSError, ValueError) as error:
+        fetched = _snapshot(source, local=False)
+    except Exception as error:  # the client passes its HTTP library's own errors on, and that library changes
         raise DownloadError(_explain(source, error)) from error
+    return check_folder(fetched)
 
 
 def _cached(source: ModelSource) -> Path | None:

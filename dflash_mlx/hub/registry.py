@@ -118,12 +118,12 @@ def parse_source(text: str) -> ModelSource:
     Raises UsageError for anything else.
     """
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return ModelSource(kind="folder", path=str(path.resolve()))
     repo, _, revision = text.partition("@")
     if re.fullmatch(_SHAPES["repo"], repo, re.ASCII) and not path.exists():
         return ModelSource(kind="hub", repo=repo, revision=revision or None)
-    found = "is a file" if path.exists() else "is neither"
+    found = "is a file" if text and path.exists() else "is neither"
     raise UsageError(f"expected a model folder or a Hub id such as mlx-community/Qwen3-4B-4bit; {text!r} {found}.")
 
 

@@ -247,6 +247,23 @@ def test_a_k_quant_is_refused_by_name(tmp_path: Path, kind: str) -> None:
         convert_gguf(tmp_path / "f.gguf", tmp_path)
 
 
+HOSTILE = ["x", "", 0, 2**32 - 1, 1.5, float("inf"), float("nan"), -1.0, [1, 2], ["a", "b"], True]
+
+
+@pytest.mark.parametrize("key", [key for key in tiny_metadata() if key != "tokenizer.chat_template"])
+def test_a_value_of_the_wrong_kind_never_crashes(tmp_path: Path, key: str) -> None:
+    tensors, _ = tiny_tensors(np.random.default_rng(0))
+    refusals = []
+    for item in HOSTILE:
+        write_gguf(tmp_path / "f.gguf", {**tiny_metadata(), key: item}, tensors)
+        try:
+            convert_gguf(tmp_path / "f.gguf", tmp_path)
+        except CheckpointError as error:
+            refusals.append(str(error))
+    assert not any("\n" in message for message in refusals)
+    assert refusals or key in ("tokenizer.ggml.add_bos_token", "llama.vocab_size")
+
+
 def test_an_embedding_with_fewer_rows_than_tokens_is_refused(tmp_path: Path) -> None:
     changes = {"tokenizer__ggml__tokens": [*TOKENS, "more"], "tokenizer__ggml__token_type": [1] * (len(TOKENS) + 1)}
     tiny_gguf(tmp_path / "f.gguf", metadata=changes)
