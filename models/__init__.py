@@ -1,0 +1,1 @@
+"""Known pairs, one TOML file each, and the weights of the drafters that are shipped."""

@@ -1,0 +1,1 @@
+"""Where models come from: known pairs, downloads, GGUF files, checks of checkpoint folders."""
