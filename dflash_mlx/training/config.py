@@ -1,0 +1,87 @@
+"""The shape of the drafter that a target gets."""
+
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.drafters.config import DraftConfig
+from dflash_mlx.drafters.dflash import DFlashDrafter, load_drafter
+from dflash_mlx.errors import UsageError
+from dflash_mlx.targets.target import Target
+from dflash_mlx.training.options import TrainOptions
+from dflash_mlx.training.template import ChatFrame
+
+
+def default_taps(layers: int, count: int) -> tuple[int, ...]:
+    """The paper's choice of `count` of a target's `layers`: evenly from layer 1 to the third-last."""
+    if count == 1:
+        return (layers // 2,)
+    taps = {min(max(0, round(1 + i * (layers - 4) / (count - 1))), layers - 1) for i in range(count)}
+    return tuple(sorted(taps))
+
+
+def make_config(target: Target, tokenizer: Any, frame: ChatFrame, options: TrainOptions) -> DraftConfig:
+    """The drafter's config: the target's width and heads, the options' depth, block and taps.
+
+    Raises UsageError for taps that the target does not have.
+    """
+    heads = int(target.text_config("num_attention_heads"))
+    depth = len(target.layers)
+    taps = options.taps or default_taps(depth, options.num_taps)
+    if list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] < depth:
+        raise UsageError(f"taps should be rising layer numbers from 0 to {depth - 1}; got {list(taps)}.")
+    sliding = options.sliding_window is not None
+    return DraftConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=_feed_forward(target),
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=int(target.text_config("num_key_value_heads") or heads),
+        head_dim=int(target.text_config("head_dim") or target.hidden_size // heads),
+        vocab_size=target.vocab_size,
+        block_size=options.block_size,
+        mask_token_id=options.mask_token if options.mask_token is not None else mask_token(target, tokenizer, frame),
+        target_layer_ids=taps,
+        num_target_layers=depth,
+        rms_norm_eps=float(target.text_config("rms_norm_eps") or 1e-6),
+        rope_theta=_rope_theta(target),
+        max_position_embeddings=target.context_length or 32_768,
+        layer_types=("sliding_attention" if sliding else "full_attention",) * options.layers,
+        sliding_window=options.sliding_window,
+    )
+
+
+def make_drafter(target: Target, tokenizer: Any, frame: ChatFrame, options: TrainOptions) -> DFlashDrafter:
+    """A new drafter, or a copy of the one in `options.init_from` (whose shape then counts)."""
+    if options.init_from is None:
+        return DFlashDrafter(make_config(target, tokenizer, frame, options))
+    return warm_start(options.init_from)
+
+
+def warm_start(folder: Path) -> DFlashDrafter:
+    """The drafter in a folder, in float32. Raises CheckpointError."""
+    import mlx.core as mx
+
+    return load_drafter(folder, dtype=mx.float32, keep_quantized=False)
+
+
+def mask_token(target: Target, tokenizer: Any, frame: ChatFrame) -> int:
+    """An id whose embedding can stand for "not known yet": the tokenizer's mask token, or a special one not in use."""
+    named = getattr(tokenizer, "mask_token_id", None)
+    if named is not None:
+        return int(named)
+    used = {*frame.prefix, *frame.answer_opening, *(frame.user_opening or ()), *frame.eos_ids}
+    for name in ("bos_token_id", "eos_token_id"):
+        value = getattr(tokenizer, name, None)
+        used |= {value} if isinstance(value, int) else set()
+    free = sorted(i for i in frame.special_ids - used if 0 <= i < target.vocab_size)
+    return free[0] if free else target.vocab_size - 1
+
+
+def _feed_forward(target: Target) -> int:
+    size = target.text_config("intermediate_size")
+    return int(size[0] if isinstance(size, list) else size) if size else 3 * target.hidden_size
+
+
+def _rope_theta(target: Target) -> float:
+    parameters = target.text_config("rope_parameters") or {}
+    return float(parameters.get("rope_theta") or target.text_config("rope_theta") or 10_000.0)

@@ -1,0 +1,102 @@
+"""How long the drafter's blocks are accepted on held-out answers: by replay, and by the real decode loop."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.targets.target import Target
+from dflash_mlx.training.batches import LENGTH_STEP, candidates, padded_length, usable
+from dflash_mlx.training.forward import draft_hidden, target_features
+from dflash_mlx.training.store import Conversation
+
+# Anchors of a sequence are drafted this many at a time, so that a few shapes serve all lengths.
+_ANCHORS = 128
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Acceptance on recorded greedy answers. per_position: share of rounds that kept draft 1, 2, ..."""
+
+    mean_acceptance_length: float
+    per_position: list[float]
+    top1: list[float]
+    conversations: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
+            "per_position": [round(x, 4) for x in self.per_position],
+            "top1": [round(x, 4) for x in self.top1],
+            "conversations": self.conversations,
+        }
+
+
+def greedy_only(held: list[Conversation], count: int, longest: int) -> list[Conversation]:
+    """Up to `count` held-out conversations whose answers are the target's greedy ones."""
+    return [c for c in held if c.greedy and usable(c, longest)][:count]
+
+
+def draft_all(
+    target: Target, drafter: DFlashDrafter, tokens: np.ndarray, positions: np.ndarray, *, padded: int, chunk: int
+) -> np.ndarray:
+    """Drafted ids (A, K - 1) of blocks anchored at `positions` (A,) of `tokens` (T,), padded to `padded` tokens."""
+    row = np.zeros((1, padded), np.int32)
+    row[0, : len(tokens)] = tokens
+    features = target_features(target, mx.array(row), drafter.config.target_layer_ids)
+    features = features.astype(drafter.fc.weight.dtype)
+    drafted = []
+    for at in range(0, len(positions), _ANCHORS):
+        anchors = np.zeros((1, _ANCHORS), np.int32)
+        part = positions[at : at + _ANCHORS]
+        anchors[0, : len(part)] = part
+        hidden = draft_hidden(drafter, target.embed, features, mx.array(row[0][anchors]), mx.array(anchors))[0, :, 1:]
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        best = [
+            mx.argmax(drafter.adjust_logits(target.head(rows[i : i + chunk])), axis=-1)
+            for i in range(0, rows.shape[0], chunk)
+        ]
+        drafted.append(mx.concatenate(best).reshape(hidden.shape[:2])[: len(part)])
+    return np.array(mx.concatenate(drafted))
+
+
+def replay(
+    target: Target, drafter: DFlashDrafter, conversations: list[Conversation], *, longest: int, chunk: int
+) -> Replay | None:
+    """Walk the recorded answers as the decode loop would: draft, keep what agrees, go on behind it.
+
+    Exact where the target's greedy choice is the recorded token. None without conversations.
+    """
+    block = drafter.config.block_size
+    kept = np.zeros(block - 1)
+    right = np.zeros(block - 1)
+    possible = np.zeros(block - 1)
+    gained = rounds = used = 0
+    for conversation in conversations:
+        tokens = conversation.tokens[:longest].astype(np.int32)
+        positions, ends = candidates(conversation, len(tokens))
+        if not len(positions):
+            continue
+        padded = padded_length(len(tokens), max(longest, LENGTH_STEP))
+        drafted = draft_all(target, drafter, tokens, positions, padded=padded, chunk=chunk)
+        behind = positions[:, None] + np.arange(1, block)
+        valid = behind < ends[:, None]
+        agrees = (drafted == tokens[np.minimum(behind, len(tokens) - 1)]) & valid
+        right += agrees.sum(axis=0)
+        possible += valid.sum(axis=0)
+        accepted = np.cumprod(agrees, axis=1)
+        used += 1
+        at = 0
+        while at < len(positions):
+            keep = int(accepted[at].sum())
+            left = int(ends[at] - 1 - positions[at])
+            kept += accepted[at]
+            gained += min(keep + 1, left)
+            rounds += 1
+            # Candidates of several answers follow each other; a round never crosses into the next answer.
+            at += min(keep + 1, left)
+    if not rounds:
+        return None
+    return Replay(gained / rounds, (kept / rounds).tolist(), (right / np.maximum(possible, 1)).tolist(), used)

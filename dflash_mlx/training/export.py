@@ -1,0 +1,185 @@
+"""The finished drafter as a folder in the public checkpoint layout, with a model card and curves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from dflash_mlx.drafters.config import DraftConfig
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.hub.quantize import quantize_drafter
+from dflash_mlx.training.curves import Curve, draw_curves
+from dflash_mlx.training.state import write_atomic, write_json
+
+PUBLIC_FILES = ("config.json", "model.safetensors", "README.md", "curves.svg", "train.json")
+
+
+def checkpoint_config(config: DraftConfig) -> dict[str, Any]:
+    """config.json of a drafter as the public checkpoints have it.
+
+    block_size stands in both places that readers look for it.
+    """
+    sliding = config.sliding_window is not None
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+        },
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_target_layers": config.num_target_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": True,
+        "layer_types": list(config.layer_types),
+        "use_sliding_window": sliding,
+        "sliding_window": config.sliding_window,
+        "dtype": "bfloat16",
+    }
+
+
+def export_drafter(
+    drafter: DFlashDrafter, folder: Path, *, config: dict[str, Any] | None = None, quantize: int | None
+) -> None:
+    """Write config.json and model.safetensors (bfloat16, or `quantize` bits) to `folder`.
+
+    config: the config.json to keep, for a drafter that came from another checkpoint.
+    """
+    config = config or checkpoint_config(drafter.config)
+    config = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+    weights = {name: x.astype(mx.bfloat16) for name, x in tree_flatten(drafter.parameters())}
+    mx.eval(weights)
+    folder.mkdir(parents=True, exist_ok=True)
+    if quantize is None:
+        write_atomic(
+            folder / "model.safetensors", lambda part: mx.save_safetensors(str(part), weights, {"format": "mlx"})
+        )
+        write_json(folder / "config.json", config)
+        return
+    plain, small = folder / "work" / "plain", folder / "work" / "quantized"
+    for place in (plain, small):
+        place.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(plain / "model.safetensors"), weights, {"format": "mlx"})
+    write_json(plain / "config.json", config)
+    quantize_drafter(plain, small, bits=quantize, group_size=_group_size(drafter))
+    for name in ("model.safetensors", "config.json"):
+        (small / name).replace(folder / name)
+        (plain / name).unlink()
+    small.rmdir()
+    plain.rmdir()
+
+
+def _group_size(drafter: DFlashDrafter) -> int:
+    """The largest of MLX's group sizes that divides the rows of every matrix."""
+    widths = {int(x.shape[1]) for _, x in tree_flatten(drafter.parameters()) if x.ndim == 2}
+    for size in (64, 32):
+        if all(width % size == 0 for width in widths):
+            return size
+    raise DFlashError(f"cannot quantize matrices of widths {sorted(widths)}: none of 64 and 32 divides them all.")
+
+
+def write_report(folder: Path, facts: dict[str, Any], *, losses: list[list[float]], replays: list[dict[str, Any]]) -> None:
+    """train.json, curves.svg and the model card."""
+    write_json(folder / "train.json", facts)
+    picture = draw_curves(
+        [
+            Curve("training loss by step", "#c0392b", [(point[0], point[2]) for point in losses]),
+            Curve(
+                "acceptance length on held-out answers (replay) by step",
+                "#2471a3",
+                [(r["step"], r["mean_acceptance_length"]) for r in replays],
+            ),
+        ]
+    )
+    for name, text in (("curves.svg", picture), ("README.md", model_card(facts))):
+        write_atomic(folder / name, lambda part, text=text: part.write_text(text, encoding="utf-8") and None)  # type: ignore[misc]
+
+
+def model_card(facts: dict[str, Any]) -> str:
+    """The README.md of a drafter, from the facts of its training (see `pipeline.collect_facts`)."""
+    target, data, recipe = facts["target"], facts["data"], facts["recipe"]
+    lines = [
+        "---",
+        f"license: {facts['license'] or 'other'}",
+        "library_name: mlx",
+        *([f"base_model: {target}"] if "/" in target and not target.startswith("/") else []),
+        "tags: [dflash, speculative-decoding, mlx]",
+        "---",
+        "",
+        f"# A DFlash drafter for {target}",
+        "",
+        f"A block-diffusion drafter ({facts['parameters'] / 1e6:.1f}M parameters, {recipe['layers']} layers, blocks of "
+        f"{recipe['block_size']}) that lets `{target}` answer faster without changing its answers. "
+        "It shares the target's embedding and vocabulary head and works with that target only.",
+        "",
+        f"    dflash-mlx generate --model {target} --draft-model DIR 'Your prompt'",
+        "",
+        "## Data",
+        "",
+        f"{data['conversations']:,} conversations ({data['tokens']:,} tokens), {data['origin']}. "
+        f"{data['greedy']:,} answers are greedy; {data['looped']:,} were cut because they repeated themselves. "
+        f"{data['held_out']:,} conversations were held out.",
+        "",
+        "## Training",
+        "",
+        f"{facts['steps']:,} steps in {facts['training_minutes']:.1f} minutes on {facts['device']}, "
+        f"mlx {facts['mlx_version']}:",
+        "",
+        "```json",
+        json.dumps(recipe, indent=2),
+        "```",
+        "",
+        "![loss and acceptance](curves.svg)",
+        "",
+        "## Measured",
+        "",
+        *_figures(facts),
+        "",
+        f"License: {facts['license'] or 'not stated; the data was written by the target, so its terms apply'}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _figures(facts: dict[str, Any]) -> list[str]:
+    lines = ["| on held-out greedy answers | mean acceptance length | draft 1, 2, ... kept |", "| --- | --- | --- |"]
+    for name, key in (("replay of the recorded answers", "replay"), ("the decode loop", "measured")):
+        result = facts.get(key)
+        if result:
+            rates = " ".join(f"{rate:.2f}" for rate in result["per_position"])
+            count = result.get("conversations", result.get("prompts"))
+            lines.append(f"| {name} ({count}) | {result['mean_acceptance_length']:.3f} | {rates} |")
+    return lines
+
+
+def push(folder: Path, repo: str) -> str:
+    """Upload the public files to a Hub repository, created where needed. Returns its address. Raises DFlashError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        api.create_repo(repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(PUBLIC_FILES))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise DFlashError(
+            f"could not upload to {repo}: {error}. The drafter is complete in {folder}; run the command again to retry."
+        ) from error
+    return f"https://huggingface.co/{repo}"

@@ -1,0 +1,76 @@
+"""The loss: cross-entropy of same-position labels, weighted by how much each position matters for acceptance."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+Head = Callable[[mx.array], mx.array]
+
+
+def dpace_weights(probs: mx.array, valid: mx.array, alpha: float) -> mx.array:
+    """D-PACE (arXiv 2605.18810): a position counts as far as the drafts up to it, and behind it, are likely kept.
+
+    probs: (..., W) probabilities of the labels; valid: same shape, 1 where there is a label (a prefix of each row).
+    w_j = sum over m >= j of prod over i <= m of ((1 - alpha) q_i + alpha). No gradient.
+    """
+    survival = mx.cumprod(((1 - alpha) * probs + alpha) * valid, axis=-1)
+    return mx.stop_gradient(mx.cumsum(survival, axis=-1, reverse=True) * valid)
+
+
+def decay_weights(valid: mx.array, gamma: float) -> mx.array:
+    """The paper's exp(-(k - 1) / gamma) for the k-th draft; valid: (..., W)."""
+    return mx.exp(-mx.arange(valid.shape[-1]) / gamma) * valid
+
+
+def labels_of(tokens: mx.array, anchors: mx.array, ends: mx.array, block: int) -> tuple[mx.array, mx.array]:
+    """Labels (B, A, K - 1) of the positions behind each anchor, and which of them lie before `ends` (float32).
+
+    tokens: (B, T); anchors, ends: (B, A). An end of 0 makes the whole block count for nothing.
+    """
+    batch, count = anchors.shape
+    positions = anchors[..., None] + mx.arange(1, block)
+    valid = (positions < ends[..., None]).astype(mx.float32)
+    within = mx.minimum(positions, tokens.shape[1] - 1).reshape(batch, -1)
+    return mx.take_along_axis(tokens, within, axis=1).reshape(batch, count, block - 1), valid
+
+
+def token_losses(head: Head, hidden: mx.array, labels: mx.array, *, chunk: int) -> mx.array:
+    """Cross-entropy of each row, float32. hidden: (N, D); labels: (N,). The logits live `chunk` rows at a time.
+
+    Logits are computed in the compute dtype, their normalizer in float32. The backward pass computes them again.
+    """
+    loss = _recomputed_loss(head)
+    rows = hidden.shape[0]
+    parts = [loss(hidden[at : at + chunk], labels[at : at + chunk]) for at in range(0, rows, chunk)]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def _recomputed_loss(head: Head) -> Callable[[mx.array, mx.array], mx.array]:
+    @mx.custom_function
+    def loss(hidden: mx.array, labels: mx.array) -> mx.array:
+        logits = head(hidden)
+        normalizer = mx.logsumexp(logits.astype(mx.float32), axis=-1)
+        return normalizer - _pick(logits, labels)
+
+    @loss.vjp
+    def loss_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
+        hidden, labels = primals
+        logits = head(hidden)
+        normalizer = output + _pick(logits, labels)
+        probs = mx.exp(logits.astype(mx.float32) - normalizer[:, None])
+        wrong = probs - (mx.arange(logits.shape[-1]) == labels[:, None])
+        _, (gradient,) = mx.vjp(head, [hidden], [(wrong * cotangent[:, None]).astype(logits.dtype)])
+        return gradient, mx.zeros_like(labels)
+
+    return loss
+
+
+def _pick(logits: mx.array, labels: mx.array) -> mx.array:
+    return mx.take_along_axis(logits, labels[:, None], axis=-1)[:, 0].astype(mx.float32)
+
+
+def weighted_loss(losses: mx.array, valid: mx.array, *, kind: str, alpha: float, gamma: float) -> mx.array:
+    """The mean of losses (B, A, K - 1) by the weights of `kind`, "dpace" or "decay"."""
+    weights = dpace_weights(mx.exp(-losses), valid, alpha) if kind == "dpace" else decay_weights(valid, gamma)
+    return (losses * weights).sum() / mx.maximum(weights.sum(), 1.0)

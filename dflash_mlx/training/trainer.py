@@ -1,0 +1,309 @@
+"""Stage 2: the training itself, in compiled steps, from a state that survives a kill at any moment."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.errors import CheckpointError
+from dflash_mlx.targets.target import Target
+from dflash_mlx.training.batches import Batch, Place, Prefetch, training_batches
+from dflash_mlx.training.compiling import compiled
+from dflash_mlx.training.evaluate import Replay, replay
+from dflash_mlx.training.forward import draft_hidden, target_features
+from dflash_mlx.training.loss import labels_of, token_losses, weighted_loss
+from dflash_mlx.training.optimizers import learning_rate, make_optimizer
+from dflash_mlx.training.options import TrainOptions
+from dflash_mlx.training.progress import Progress
+from dflash_mlx.training.state import write_atomic
+from dflash_mlx.training.store import Conversation
+
+# Steps that may be on their way at once; then the host waits for the oldest one's loss.
+_IN_FLIGHT = 3
+_LOG_EVERY = 50
+_HISTORY_POINTS = 400
+
+Tree = dict[str, Any]
+
+
+@dataclass
+class TrainState:
+    """Everything that a continued training needs. `parameters` are the float32 masters."""
+
+    parameters: Tree
+    optimizer: Tree
+    step: int = 0
+    seconds: float = 0.0
+    place: Place = field(default_factory=Place)
+    conversations: int = 0
+    losses: list[list[float]] = field(default_factory=list)
+    replays: list[dict[str, Any]] = field(default_factory=list)
+
+
+def fresh_state(drafter: DFlashDrafter, options: TrainOptions) -> TrainState:
+    """Training from the drafter's present weights."""
+    parameters = tree_map(lambda x: x.astype(mx.float32), drafter.parameters())
+    optimizer = make_optimizer(options)
+    optimizer.init(parameters)
+    mx.eval(parameters, optimizer.state)
+    return TrainState(parameters, optimizer.state)
+
+
+def save_state(path: Path, state: TrainState) -> None:
+    """Write the state as one safetensors file, whole or not at all."""
+    arrays = {f"parameters.{name}": x for name, x in tree_flatten(state.parameters)}
+    arrays |= {f"optimizer.{name}": x for name, x in tree_flatten(state.optimizer)}
+    progress = {
+        "step": state.step,
+        "seconds": state.seconds,
+        "epoch": state.place.epoch,
+        "index": state.place.index,
+        "conversations": state.conversations,
+        "losses": state.losses,
+        "replays": state.replays,
+    }
+    write_atomic(path, lambda part: mx.save_safetensors(str(part), arrays, {"progress": json.dumps(progress)}))
+
+
+def load_state(path: Path) -> TrainState | None:
+    """The saved state, None where there is none. Raises CheckpointError."""
+    if not path.exists():
+        return None
+    try:
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        arrays, metadata = loaded
+        progress = json.loads(metadata["progress"])
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Delete it to start the training anew.") from error
+    trees: dict[str, list[tuple[str, mx.array]]] = {"parameters": [], "optimizer": []}
+    for name, x in arrays.items():
+        part, _, rest = name.partition(".")
+        trees[part].append((rest, x))
+    return TrainState(
+        parameters=tree_unflatten(trees["parameters"]),
+        optimizer=tree_unflatten(trees["optimizer"]),
+        step=progress["step"],
+        seconds=progress["seconds"],
+        place=Place(progress["epoch"], progress["index"]),
+        conversations=progress["conversations"],
+        losses=progress["losses"],
+        replays=progress["replays"],
+    )
+
+
+@dataclass
+class Trainer:
+    """Trains a drafter's weights on conversations. `run` until the budget or a deadline ends."""
+
+    target: Target
+    drafter: DFlashDrafter
+    options: TrainOptions
+    state: TrainState
+    state_path: Path
+    compute_dtype: mx.Dtype
+    micro_batch: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        self._gradients, self._apply = compile_step(
+            self.target, self.drafter, self.options, compute_dtype=self.compute_dtype, chunk=self.chunk
+        )
+
+    def run(
+        self,
+        training: list[Conversation],
+        held_out: list[Conversation],
+        *,
+        deadline: float | None,
+        progress: Progress,
+    ) -> bool:
+        """Train until the budget is spent (True) or `deadline` (time.monotonic()) is reached (False).
+
+        The state is saved every `checkpoint_seconds` and at the end.
+        """
+        state, options = self.state, self.options
+        if state.conversations != len(training):
+            # Another set of conversations has another order.
+            fresh = state.conversations == 0
+            state.place, state.conversations = Place(0 if fresh else state.place.epoch + 1, 0), len(training)
+        began = time.monotonic() - state.seconds
+        saved = evaluated = time.monotonic()
+        pending: deque[mx.array] = deque()
+        recent: list[float] = []
+        source = training_batches(
+            training,
+            state.place,
+            batch_size=options.batch_size,
+            micro_batch=self.micro_batch,
+            anchors=options.anchors,
+            longest=options.max_length,
+            seed=options.seed,
+        )
+        with Prefetch(source) as batches:
+            for place, parts in batches:
+                now = time.monotonic()
+                state.seconds = now - began
+                share = budget_share(options, state)
+                stopped = deadline is not None and now >= deadline
+                if share >= 1 or stopped:
+                    break
+                pending.append(self._step(parts, learning_rate(options, share=share, step=state.step)))
+                state.step, state.place = state.step + 1, place
+                if len(pending) >= _IN_FLIGHT:
+                    recent.append(pending.popleft().item())
+                if state.step % _LOG_EVERY == 0:
+                    self._log(recent, progress, share)
+                if now - evaluated >= options.eval_seconds:
+                    self.evaluate(held_out[: options.eval_conversations], progress)
+                    evaluated = time.monotonic()
+                if now - saved >= options.checkpoint_seconds:
+                    self.save()
+                    saved = time.monotonic()
+        recent += [loss.item() for loss in pending]
+        self._log(recent, progress, share)
+        state.seconds = time.monotonic() - began
+        self.save()
+        return share >= 1
+
+    def _step(self, parts: list[Batch], rate: float) -> mx.array:
+        """One update from the parts of a batch. Returns the loss, not yet computed."""
+        total_loss: mx.array | None = None
+        gradients: Tree | None = None
+        for part in parts:
+            loss, more = self._gradients(
+                self.state.parameters, mx.array(part.tokens), mx.array(part.anchors), mx.array(part.ends)
+            )
+            if gradients is None or total_loss is None:
+                total_loss, gradients = loss, more
+            else:
+                total_loss, gradients = total_loss + loss, tree_map(mx.add, gradients, more)
+                # One part's activations at a time.
+                mx.eval(total_loss, gradients)
+        assert total_loss is not None
+        scale = 1.0 / len(parts)
+        self.state.parameters, self.state.optimizer = self._apply(
+            self.state.parameters, self.state.optimizer, gradients, mx.array(rate), mx.array(scale)
+        )
+        total_loss = total_loss * scale
+        mx.async_eval(self.state.parameters, self.state.optimizer, total_loss)
+        return total_loss
+
+    def evaluate(self, held_out: list[Conversation], progress: Progress) -> Replay | None:
+        """Replay acceptance of the present weights; kept in the state's history."""
+        self.load_weights()
+        result = replay(
+            self.target, self.drafter, held_out, longest=self.options.max_length, chunk=self.chunk
+        )
+        if result is not None:
+            self.state.replays.append({"step": self.state.step, "seconds": self.state.seconds, **result.to_json()})
+            progress.say(
+                f"step {self.state.step}: acceptance length {result.mean_acceptance_length:.3f} "
+                f"on {result.conversations} held-out answers"
+            )
+        return result
+
+    def load_weights(self) -> None:
+        """Put the present weights into the drafter, in the compute dtype."""
+        self.drafter.update(_cast(self.state.parameters, self.compute_dtype))
+        mx.eval(self.drafter.parameters())
+
+    def save(self) -> None:
+        save_state(self.state_path, self.state)
+
+    def _log(self, recent: list[float], progress: Progress, share: float) -> None:
+        if not recent:
+            return
+        loss = sum(recent) / len(recent)
+        recent.clear()
+        state = self.state
+        state.losses.append([state.step, round(state.seconds, 2), round(loss, 5)])
+        if len(state.losses) > _HISTORY_POINTS:
+            state.losses = state.losses[::2]
+        rate = state.step / max(state.seconds, 1e-9)
+        progress.update(share, f"step {state.step:,}, loss {loss:.4f}, {rate:.2f} steps/s")
+
+
+def budget_share(options: TrainOptions, state: TrainState) -> float:
+    """How much of the training budget is spent, 0 to 1."""
+    minutes, steps = options.training_budget
+    by_time = state.seconds / 60 / minutes if minutes else 0.0
+    by_steps = state.step / steps if steps else 0.0
+    return min(1.0, max(by_time, by_steps))
+
+
+def compile_step(
+    target: Target, drafter: DFlashDrafter, options: TrainOptions, *, compute_dtype: mx.Dtype, chunk: int
+) -> tuple[Callable[..., tuple[mx.array, Tree]], Callable[..., tuple[Tree, Tree]]]:
+    """Two functions, compiled on a GPU.
+
+    gradients(parameters, tokens (B, T), anchors (B, A), ends (B, A)) -> loss, gradients
+    apply(parameters, optimizer state, gradients, learning rate, gradient scale) -> parameters, optimizer state
+    """
+    optimizer: optim.Optimizer = make_optimizer(options)
+
+    def loss_of(parameters: Tree, tokens: mx.array, anchors: mx.array, ends: mx.array) -> mx.array:
+        features = target_features(target, tokens, drafter.config.target_layer_ids)
+        return block_loss(
+            target,
+            drafter,
+            _cast(parameters, compute_dtype),
+            features.astype(compute_dtype),
+            tokens,
+            anchors,
+            ends,
+            options=options,
+            chunk=chunk,
+        )
+
+    def apply(
+        parameters: Tree, state: Tree, gradients: Tree, rate: mx.array, scale: mx.array
+    ) -> tuple[Tree, Tree]:
+        gradients = tree_map(lambda g: g * scale, gradients)
+        gradients, _ = optim.clip_grad_norm(gradients, options.clip)
+        optimizer.state = state
+        optimizer.learning_rate = rate
+        return optimizer.apply_gradients(gradients, parameters), optimizer.state
+
+    return compiled(mx.value_and_grad(loss_of)), compiled(apply)
+
+
+def block_loss(
+    target: Target,
+    drafter: DFlashDrafter,
+    parameters: Tree,
+    features: mx.array,
+    tokens: mx.array,
+    anchors: mx.array,
+    ends: mx.array,
+    *,
+    options: TrainOptions,
+    chunk: int,
+) -> mx.array:
+    """The training loss of the drafter with `parameters` (in the compute dtype) given the target's features.
+
+    features: (B, T, taps * D); tokens: (B, T); anchors, ends: (B, A).
+    """
+    drafter.update(parameters)
+    block = drafter.config.block_size
+    labels, valid = labels_of(tokens, anchors, ends, block)
+    anchor_tokens = mx.take_along_axis(tokens, anchors, axis=1)
+    hidden = draft_hidden(drafter, target.embed, features, anchor_tokens, anchors)[:, :, 1:]
+    losses = token_losses(
+        lambda h: drafter.adjust_logits(target.head(h)),
+        hidden.reshape(-1, hidden.shape[-1]),
+        labels.reshape(-1),
+        chunk=chunk,
+    ).reshape(labels.shape)
+    return weighted_loss(losses, valid, kind=options.weights, alpha=options.alpha, gamma=options.decay)
+
+
+def _cast(tree: Tree, dtype: mx.Dtype) -> Tree:
+    return tree_map(lambda x: x.astype(dtype), tree)
