@@ -116,9 +116,7 @@ def _check_blocks(
 
     masks = mx.full((1, _BLOCK), drafter.config.mask_token_id)
     hidden = drafter(target.embed(masks), session.draft_cache)
-    drafted = drafter.adjust_logits(target.head(hidden))
-    if drafted.shape[-1] != target.vocab_size and drafted.shape[-1] < target.vocab_size:
-        raise PairError(f"drafts cover {drafted.shape[-1]} tokens, the target knows {target.vocab_size}.")
+    drafted = session.draft_logits(hidden[0])
     if not mx.all(mx.isfinite(drafted)).item():
         raise PairError("the drafter's logits are not finite; try another --dtype, float32 for instance.")
     return ["a block forward equals token by token, and rejected tokens leave the cache", "drafts are finite"]

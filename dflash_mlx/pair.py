@@ -13,7 +13,7 @@ from mlx_lm.utils import load_tokenizer
 from dflash_mlx.checks import check_pair, check_shapes
 from dflash_mlx.decoding.costs import load_or_measure
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.width import AcceptanceEstimate, AdaptiveWidth, FixedWidth, WidthPolicy
+from dflash_mlx.decoding.width import AcceptanceEstimate, FixedWidth, RoundCosts, WidthPolicy, choose_policy
 from dflash_mlx.drafters.dflash import DFlashDrafter, load_drafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.download import ensure_model
@@ -41,7 +41,7 @@ class ModelPair:
     folders: tuple[Path, ...] = ()
     load_seconds: float = 0.0
     checks: list[str] = field(default_factory=list)
-    _costs: dict[int, float] | None = None
+    _costs: RoundCosts | None = None
     _estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
 
     @property
@@ -72,9 +72,9 @@ class ModelPair:
             if not 0 <= width < self.block_size:
                 raise UsageError(f"width should be from 0 to {self.block_size - 1} for this drafter; got {width}.")
             return FixedWidth(width)
-        return AdaptiveWidth(self.round_costs(), self.block_size - 1, self._estimate)
+        return choose_policy(self.round_costs(), self.block_size - 1, self._estimate)
 
-    def round_costs(self, report: Report | None = None) -> dict[int, float]:
+    def round_costs(self, report: Report | None = None) -> RoundCosts:
         """Seconds a round takes by width on this machine; measured the first time, then remembered on disk."""
         assert self.drafter is not None
         if self._costs is None:

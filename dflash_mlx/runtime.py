@@ -148,8 +148,8 @@ def _advice(kind: str, chip: str) -> list[str]:
             )
         if _output_of("nvidia-smi", "-L"):
             advice.append(
-                "this machine has an NVIDIA GPU and MLX was installed for the CPU: pip install 'dflash-mlx[cuda]' and then "
-                "pip install --force-reinstall --no-deps mlx-cuda-13"
+                "this machine has an NVIDIA GPU and MLX was installed for the CPU: pip install 'dflash-mlx[cuda]' "
+                "and then pip install --force-reinstall --no-deps mlx-cuda-13"
             )
     if sys.platform == "darwin":
         if platform.machine() != "arm64":

@@ -20,16 +20,21 @@ CASES_PER_FAMILY = 110
 
 
 class RandomWidth:
-    """A different width each round, 0 included: every order of plain and drafted rounds comes up."""
+    """A different width each round, 0 included, sometimes cut short by confidence: every order of rounds comes up."""
 
     def __init__(self, rng: random.Random, widest: int) -> None:
         self.rng, self.widest = rng, widest
+        self.reads_confidence = rng.random() < 0.5
 
     def next_width(self) -> int:
         return self.rng.choice([0, 0, 1, self.widest, self.rng.randint(0, self.widest)])
 
-    def observe(self, width: int, num_accepted: int, seconds: float | None) -> None:
-        assert 0 <= num_accepted <= max(width, 0) + (width == 0)
+    def choose(self, confidence):
+        assert all(0 <= probability <= 1 for probability in confidence)
+        return self.rng.randint(0, len(confidence))
+
+    def observe(self, *, drafted, width, num_accepted, seconds):
+        assert 0 <= num_accepted <= width <= drafted <= self.widest
 
     def take_notice(self) -> None:
         return None
@@ -194,6 +199,7 @@ def test_sliding_and_causal_drafters(target):
     for changes in (
         {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 7},
         {"is_causal": True},
+        {"draft_token_ids": tuple(range(0, VOCAB, 2))},
         {"final_logit_softcapping": 5.0, "output_multiplier": 0.5, "input_embedding_scale": 2.0},
     ):
         drafter = tiny_drafter(block_size=6, **changes)

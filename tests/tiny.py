@@ -79,12 +79,12 @@ class ScriptedDrafter(DFlashDrafter):
     def adjust_logits(self, logits: mx.array) -> mx.array:
         anchor = self._anchor[0]
         rows = []
-        for i in range(logits.shape[1]):
+        for i in range(logits.shape[0]):
             token = self._script[0].get(anchor + 1 + i, 0)
             if anchor + 1 + i in self._wrong[0]:
                 token = (token + 1) % VOCAB
             rows.append((mx.arange(logits.shape[-1]) == token) * 100.0)
-        return mx.stack(rows)[None]
+        return mx.stack(rows)
 
 
 def plain_tokens(target: Target, prompt: list[int], max_tokens: int, eos_ids: set[int] | None = None) -> list[int]:

@@ -23,13 +23,29 @@ from dflash_mlx.sampling import SamplingParams, sampling_scores
 
 
 @dataclass
+class DraftVocabulary:
+    """The tokens a drafter may draft, out of a vocabulary of `size`: token_ids (n,), in the order of its logits."""
+
+    token_ids: mx.array
+    size: int
+
+    def widen(self, logits: mx.array) -> mx.array:
+        """(W, n) -> (W, size), float32, with -inf for the tokens that are never drafted."""
+        full = mx.full((logits.shape[0], self.size), -mx.inf, dtype=mx.float32)
+        columns = mx.broadcast_to(self.token_ids, logits.shape)
+        return mx.put_along_axis(full, columns, logits.astype(mx.float32), axis=-1)
+
+
+@dataclass
 class Proposal:
     """A drafted continuation of the anchor.
 
-    tokens: (W,) drafted ids; probs: (W, V) float32 distributions they were drawn from, for `Rejection`.
+    tokens: (W,) drafted ids; probs: (W, V) float32 distributions they were drawn from, for `Rejection`; logits: the
+    drafter's, (W, V) or (W, n) when it has a vocabulary of its own.
     """
 
     tokens: mx.array
+    logits: mx.array
     probs: mx.array | None = None
 
     @property
@@ -40,7 +56,16 @@ class Proposal:
         """The first `width` drafts."""
         if width >= self.width:
             return self
-        return Proposal(self.tokens[:width], None if self.probs is None else self.probs[:width])
+        return Proposal(self.tokens[:width], self.logits[:width], None if self.probs is None else self.probs[:width])
+
+    def confidence(self) -> mx.array:
+        """The drafter's probability of its best token at each position, (W,), in millionths.
+
+        It depends on the context alone, not on the tokens drawn, so choosing a width by it does not bias sampling.
+        """
+        logits = self.logits.astype(mx.float32)
+        best = mx.exp(logits.max(axis=-1) - mx.logsumexp(logits, axis=-1))
+        return (best * 1e6).astype(mx.uint32)
 
 
 @dataclass
@@ -63,25 +88,31 @@ class Outcome:
         """The target's own token, (1,), still on the device."""
         return mx.take(self.tokens, self.num_accepted.reshape(1), axis=0)
 
-    def read(self) -> tuple[int, list[int]]:
-        """Wait for the device: the number of drafts kept, and the num_accepted + 1 tokens gained."""
-        values = cast("list[int]", self.packed.tolist())
-        return values[0], values[1 : values[0] + 2]
+    def read(self, confidence: mx.array | None = None) -> tuple[int, list[int], list[float]]:
+        """Wait for the device: the number of drafts kept, the num_accepted + 1 tokens gained, and the next drafts'
+        `confidence` when given. One read, whatever is asked."""
+        packed = self.packed if confidence is None else mx.concatenate([self.packed, confidence])
+        values = cast("list[int]", packed.tolist())
+        rows = self.tokens.shape[0]
+        return values[0], values[1 : values[0] + 2], [value / 1e6 for value in values[1 + rows :]]
 
 
 class Strategy(Protocol):
     """How tokens are chosen. `position` is the absolute position of the first token in question."""
 
-    def propose(self, logits: mx.array, position: int | mx.array) -> Proposal:
-        """Draft from the drafter's logits, (W, V)."""
+    def propose(self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None) -> Proposal:
+        """Draft from the drafter's logits, (W, V), or (W, n) when it has a `vocabulary` of its own."""
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
         """Judge the drafts by the target's logits for the anchor and each draft, (W + 1, V)."""
 
 
 class Greedy:
-    def propose(self, logits: mx.array, position: int | mx.array) -> Proposal:
-        return Proposal(mx.argmax(logits, axis=-1))
+    def propose(
+        self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
+    ) -> Proposal:
+        best = mx.argmax(logits, axis=-1)
+        return Proposal(best if vocabulary is None else vocabulary.token_ids[best], logits)
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
         return match(proposal, mx.argmax(logits, axis=-1))
@@ -93,8 +124,11 @@ class Coupled:
         self.params = params
         self.seed = params.seed
 
-    def propose(self, logits: mx.array, position: int | mx.array) -> Proposal:
-        return Proposal(self._draw(logits, position))
+    def propose(
+        self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
+    ) -> Proposal:
+        wide = logits if vocabulary is None else vocabulary.widen(logits)
+        return Proposal(self._draw(wide, position), logits)
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
         return match(proposal, self._draw(logits, position))
@@ -114,10 +148,12 @@ class Rejection:
         self.seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
         self.draws = 0
 
-    def propose(self, logits: mx.array, position: int | mx.array) -> Proposal:
-        scores = sampling_scores(logits, self.params)
+    def propose(
+        self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
+    ) -> Proposal:
+        scores = sampling_scores(logits if vocabulary is None else vocabulary.widen(logits), self.params)
         tokens = mx.random.categorical(scores, key=self._next_key())
-        return Proposal(tokens, mx.softmax(scores, axis=-1))
+        return Proposal(tokens, logits, mx.softmax(scores, axis=-1))
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
         scores = sampling_scores(logits, self.params)

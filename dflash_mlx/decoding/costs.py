@@ -12,15 +12,15 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.engine import decode, draft, verify
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.width import FixedWidth
+from dflash_mlx.decoding.width import FixedWidth, RoundCosts
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 1
+_SCHEMA = 2
 _PROMPT_TOKENS = 64
 _WARM_UP_ROUNDS, _TIMED_ROUNDS = 2, 3
 # Measuring stops after about this long; widths not reached are interpolated.
@@ -35,12 +35,12 @@ def load_or_measure(
     folders: tuple[Path, ...],
     dtype: mx.Dtype,
     report: Callable[[str, float | None], None] | None = None,
-) -> dict[int, float]:
-    """Seconds of a round by width, from disk when this pair was measured on this machine before."""
+) -> RoundCosts:
+    """The costs of a round, from disk when this pair was measured on this machine before."""
     path = cache_home() / "round-costs" / f"{_fingerprint(folders, block_size, dtype)}.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return {int(width): float(seconds) for width, seconds in stored["seconds"].items()}
+        return RoundCosts(_table(stored["round_seconds"]), _table(stored["draft_seconds"]))
     except (OSError, ValueError, KeyError, AttributeError):
         pass  # Not measured yet, or a file that cannot be used: measure.
     if report is not None:
@@ -50,20 +50,23 @@ def load_or_measure(
     return costs
 
 
-def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> dict[int, float]:
-    """Time real rounds of the decode loop at several widths; the widest and the narrowest first."""
-    costs: dict[int, float] = {}
+def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> RoundCosts:
+    """Time real rounds of the decode loop at several widths, and drafts alone; the most telling widths first."""
+    rounds: dict[int, float] = {}
+    drafts: dict[int, float] = {}
     started = time.perf_counter()
     for width in _order(block_size - 1):
-        if len(costs) >= 3 and time.perf_counter() - started > _SECONDS_TO_SPEND:
+        if len(rounds) >= 4 and time.perf_counter() - started > _SECONDS_TO_SPEND:
             break
-        costs[width] = _round_seconds(target, drafter, width)
-    return costs
+        rounds[width] = _round_seconds(target, drafter, width)
+        if width:
+            drafts[width] = _draft_seconds(target, drafter, width)
+    return RoundCosts(rounds, drafts)
 
 
 def _order(widest: int) -> list[int]:
     """Widths to measure, the most telling first."""
-    wanted = [0, widest, widest // 2, 1, 3, 2, 5, 4, 11]
+    wanted = [0, widest, 1, widest // 2, 3, 2, 5, 4, 11]
     return list(dict.fromkeys(w for w in wanted if 0 <= w <= widest))
 
 
@@ -91,6 +94,24 @@ def _round_seconds(target: Target, drafter: DFlashDrafter, width: int) -> float:
     return statistics.median(times[_WARM_UP_ROUNDS:])
 
 
+def _draft_seconds(target: Target, drafter: DFlashDrafter, width: int) -> float:
+    """A draft with its confidence, alone; less than the difference between two rounds, which overlap."""
+    session = Session(target, drafter)
+    first = verify(session, mx.zeros(_PROMPT_TOKENS, dtype=mx.uint32), None, Greedy(), None, None)
+    times = []
+    for _ in range(1 + _TIMED_ROUNDS):
+        started = time.perf_counter()
+        proposal = draft(session, first, width, Greedy())
+        mx.eval(proposal.tokens, proposal.confidence())
+        times.append(time.perf_counter() - started)
+        first.features = None
+    return statistics.median(times[1:])
+
+
+def _table(stored: dict[str, float]) -> dict[int, float]:
+    return {int(width): float(seconds) for width, seconds in stored.items()}
+
+
 def _fingerprint(folders: tuple[Path, ...], block_size: int, dtype: mx.Dtype) -> str:
     """Changes with anything that changes what a round costs."""
     machine = backend()
@@ -112,12 +133,12 @@ def _fingerprint(folders: tuple[Path, ...], block_size: int, dtype: mx.Dtype) ->
     return digest.hexdigest()[:24]
 
 
-def _store(path: Path, costs: dict[int, float]) -> None:
+def _store(path: Path, costs: RoundCosts) -> None:
     """Write the costs; a read-only cache folder only means that they are measured again next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump({"schema": _SCHEMA, "seconds": costs}, file)
+            json.dump({"round_seconds": costs.round_seconds, "draft_seconds": costs.draft_seconds}, file)
         os.replace(file.name, path)
     except OSError:
         pass

@@ -44,6 +44,7 @@ class Round:
     outcome: Outcome
     features: mx.array | None
     width: int
+    drafted: int = 0
     absorbed: bool = False
 
     @property
@@ -80,15 +81,17 @@ def decode(
             proposal: Proposal | None = None
             # The round in flight yields one token at least, and the next one its own.
             width = min(policy.next_width(), remaining - 2) if session.drafter else 0
+            confidence: mx.array | None = None
             if width > 0:
                 proposal = draft(session, current, width, strategy)
-                mx.async_eval(proposal.tokens)
+                confidence = proposal.confidence() if policy.reads_confidence else None
+                mx.async_eval(proposal.tokens, *([confidence] if confidence is not None else []))
             elif current.width == 0 and remaining > 1:
                 if history is not None:
                     history = mx.concatenate([history, current.outcome.tokens])[-_HISTORY:]
                 ahead = verify(session, current.outcome.next_anchor, None, strategy, processors, history)
 
-            num_accepted, tokens = current.outcome.read()
+            num_accepted, tokens, chances = current.outcome.read(confidence)
             tokens, finish_reason = clip(tokens, remaining, eos_ids)
             commit(session, current, [anchor, *tokens[:-1]])
             anchor = tokens[-1]
@@ -96,15 +99,23 @@ def decode(
             now = time.perf_counter()
             # A slow consumer's time is not the device's; such rounds are not timed.
             seconds = now - last_read if idle < 0.5 * (now - last_read) else None
-            policy.observe(current.width, min(num_accepted, len(tokens)), seconds)
+            policy.observe(
+                drafted=current.drafted,
+                width=current.width,
+                num_accepted=min(num_accepted, len(tokens)),
+                seconds=seconds,
+            )
             last_read = now
 
             if finish_reason is None and ahead is None:
                 if history is not None:
                     history = mx.concatenate([history, mx.array(tokens)])[-_HISTORY:]
+                drafted = proposal.width if proposal else 0
                 if proposal is not None:
-                    proposal = proposal.shortened(remaining - 1) if remaining > 1 else None
+                    width = min(policy.choose(chances) if chances else drafted, remaining - 1)
+                    proposal = proposal.shortened(width) if width else None
                 ahead = verify(session, mx.array([anchor]), proposal, strategy, processors, history)
+                ahead.drafted = drafted
             yield Step(tokens, current.width, min(num_accepted, len(tokens)), finish_reason)
             if finish_reason is not None:
                 return
@@ -153,8 +164,7 @@ def draft(session: Session, after: Round, width: int, strategy: Strategy) -> Pro
         session.draft_cache,
         context_length=context_length if after.width else None,
     )
-    logits = drafter.adjust_logits(session.target.head(hidden[:, 1:]))
-    return strategy.propose(logits[0], context_length + 1)
+    return strategy.propose(session.draft_logits(hidden[0, 1:]), context_length + 1, session.vocabulary)
 
 
 def verify(

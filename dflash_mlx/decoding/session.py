@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from dflash_mlx.decoding.accept import DraftVocabulary
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.targets.rollback import Rollback, choose_rollback
 from dflash_mlx.targets.target import Target
@@ -28,6 +29,7 @@ class Session:
     target_cache: list[Any] = field(init=False)
     draft_cache: list[KVCache] = field(init=False)
     rollback: Rollback | None = field(init=False)
+    vocabulary: DraftVocabulary | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -38,6 +40,15 @@ class Session:
         self.target_cache = self.target.make_cache()
         self.draft_cache = self.drafter.make_cache() if self.drafter else []
         self.rollback = choose_rollback(self.target_cache) if self.drafter else None
+        ids = self.drafter.config.draft_token_ids if self.drafter else ()
+        self.vocabulary = DraftVocabulary(mx.array(ids), self.target.vocab_size) if ids else None
+
+    def draft_logits(self, hidden: mx.array) -> mx.array:
+        """The drafter's logits for its hidden states, (W, D) -> (W, V), or (W, n) for the n tokens it may draft."""
+        assert self.drafter is not None
+        ids = self.drafter.config.draft_token_ids
+        head = self.target.head_for(ids) if ids else self.target.head
+        return self.drafter.adjust_logits(head(hidden))
 
     def forward(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D)."""

@@ -1,32 +1,46 @@
 """How many drafts to verify in a round.
 
 A wider round gains more tokens and costs more time; how much of either depends on the machine, the pair and the text.
-So the cost of a round is measured on the user's machine, acceptance is estimated from the rounds so far, and the width
-is the one with the most expected tokens a second. Width 0 is plain decoding: where drafting does not pay it pauses, and
-is tried again later.
+So the cost of a round is measured on the user's machine, and the width is the one with the most expected tokens a
+second. Two policies do that:
+
+- `SteadyWidth`, where width costs little: one width, from the acceptance of the rounds so far. The host never waits
+  for a draft.
+- `ConfidentWidth`, where width costs much: each round's own width, from the drafter's probabilities for its tokens.
+
+Where drafting does not pay, both pause, say so, and try again later.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 # How much one more round lets the past fade: a memory of about 25 rounds.
 _FADE = 0.96
 # Weight, in observations, of the assumption that a position is kept as often as the one before it.
-_PRIOR_WEIGHT = 2.0
-_PRIOR_RATE = 0.75
+_PRIOR_WEIGHT, _PRIOR_RATE = 2.0, 0.75
 # A change of width must promise this much, so that noise does not make it flutter.
 _HYSTERESIS = 1.03
 _ROUNDS_BEFORE_PAUSE = 6
 _FIRST_PAUSE, _LONGEST_PAUSE = 24, 384
+# From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait.
+_STEEP = 1.25
 
 
 class WidthPolicy(Protocol):
-    def next_width(self) -> int:
-        """Width of the next round; called once a round, before the outcome of the current one is known."""
+    @property
+    def reads_confidence(self) -> bool:
+        """Whether `choose` wants to see the drafter's confidence."""
 
-    def observe(self, width: int, num_accepted: int, seconds: float | None) -> None:
-        """What a round of `width` brought and took; `seconds` is None where it could not be timed."""
+    def next_width(self) -> int:
+        """Drafts to make for the next round; called before the outcome of the current one is known."""
+
+    def choose(self, confidence: Sequence[float]) -> int:
+        """How many of the drafts to verify, given the drafter's probability of each. Not called otherwise."""
+
+    def observe(self, *, drafted: int, width: int, num_accepted: int, seconds: float | None) -> None:
+        """What a round brought: `width` of `drafted` drafts verified. `seconds` is None where it could not be timed."""
 
     def take_notice(self) -> str | None:
         """Something the user should be told, once."""
@@ -37,15 +51,64 @@ class FixedWidth:
     """Always the same width."""
 
     width: int
+    reads_confidence: bool = False
 
     def next_width(self) -> int:
         return self.width
 
-    def observe(self, width: int, num_accepted: int, seconds: float | None) -> None:
+    def choose(self, confidence: Sequence[float]) -> int:
+        return len(confidence)
+
+    def observe(self, *, drafted: int, width: int, num_accepted: int, seconds: float | None) -> None:
         pass
 
     def take_notice(self) -> str | None:
         return None
+
+
+@dataclass
+class RoundCosts:
+    """Seconds a round takes by width, and its draft's share; measured at some widths and interpolated between.
+
+    `observe` keeps the totals up to date while rounds are timed.
+    """
+
+    round_seconds: dict[int, float]
+    draft_seconds: dict[int, float]
+    _drift: float = 1.0
+
+    def round(self, width: int, *, drafted: int | None = None) -> float:
+        """A round that verifies `width` of `drafted` drafts (`width` of them when None)."""
+        drafted = width if drafted is None else drafted
+        extra = self._draft(drafted) - self._draft(width) if drafted > width else 0.0
+        return (_interpolate(self.round_seconds, width) + extra) * self._drift
+
+    def observe(self, seconds: float, width: int, drafted: int) -> None:
+        """Follow slow changes (a warm machine, a longer context); a single outlier counts little."""
+        ratio = seconds / self.round(width, drafted=drafted)
+        self._drift *= min(max(ratio, 0.5), 2.0) ** 0.05
+
+    @property
+    def plain(self) -> float:
+        return self.round(0)
+
+    def is_steep(self, widest: int) -> bool:
+        return self.round(widest) > _STEEP * self.round(1)
+
+    def _draft(self, width: int) -> float:
+        return _interpolate(self.draft_seconds, width) if width else 0.0
+
+
+def _interpolate(table: dict[int, float], width: int) -> float:
+    """Piecewise linear; constant outside. Width 0 has no draft and is never interpolated from."""
+    if width in table:
+        return table[width]
+    known = sorted(w for w in table if w > 0)
+    below = max((w for w in known if w < width), default=known[0])
+    above = min((w for w in known if w > width), default=known[-1])
+    if below == above:
+        return table[below]
+    return table[below] + (table[above] - table[below]) * (width - below) / (above - below)
 
 
 @dataclass
@@ -62,113 +125,159 @@ class AcceptanceEstimate:
             counts.extend([0.0] * (reached - len(counts)))
         for i in range(reached):
             self.tried[i] += 1.0
-        for i in range(num_accepted):
+        for i in range(min(num_accepted, width)):
             self.kept[i] += 1.0
 
     def fade(self, factor: float) -> None:
         self.tried = [count * factor for count in self.tried]
         self.kept = [count * factor for count in self.kept]
 
-    def rates(self, width: int) -> list[float]:
-        """Conditional rates of positions 1 to `width`. A position rarely reached is taken to be like the one before."""
-        rates, rate = [], _PRIOR_RATE
+    def expected_tokens(self, width: int) -> float:
+        """Tokens a round of `width` gains on average. A position rarely reached is taken to be like the one before."""
+        total, survival, rate = 1.0, 1.0, _PRIOR_RATE
         for i in range(width):
             tried, kept = (self.tried[i], self.kept[i]) if i < len(self.tried) else (0.0, 0.0)
             rate = (kept + _PRIOR_WEIGHT * rate) / (tried + _PRIOR_WEIGHT)
-            rates.append(rate)
-        return rates
-
-    def expected_tokens(self, width: int) -> float:
-        """Tokens a round of `width` gains on average."""
-        total, survival = 1.0, 1.0
-        for rate in self.rates(width):
             survival *= rate
             total += survival
         return total
 
 
-@dataclass
-class RoundCosts:
-    """Seconds a round takes by width: measured at some widths, interpolated between, and kept up to date."""
+class Pauses:
+    """When drafting has not paid, rest for a number of tokens; longer each time it fails again."""
 
-    measured: dict[int, float]
-    _drift: dict[int, float] = field(default_factory=dict)
-    _overall: float = 1.0
+    def __init__(self) -> None:
+        self.resting = 0
+        self.notice: str | None = None
+        self._length = _FIRST_PAUSE
+        self._rounds = 0
+        self._tokens = self._seconds = 0.0
 
-    def seconds(self, width: int) -> float:
-        return self._table(width) * self._drift.get(width, self._overall)
+    @property
+    def speed(self) -> float:
+        """Tokens a second of recent drafted rounds; 0 before the first."""
+        return self._tokens / self._seconds if self._seconds else 0.0
 
-    def observe(self, width: int, seconds: float) -> None:
-        """Follow slow changes (a warm machine, a longer context); single outliers count little."""
-        ratio = min(max(seconds / self._table(width), 0.25), 4.0)
-        self._drift[width] = 0.8 * self._drift.get(width, self._overall) + 0.2 * ratio
-        self._overall = 0.95 * self._overall + 0.05 * ratio
+    def observe(self, tokens: int, seconds: float, plain: float) -> None:
+        """A drafted round gained `tokens` in `seconds`; a plain step takes `plain` seconds."""
+        self._rounds += 1
+        self._tokens = 0.9 * self._tokens + tokens
+        self._seconds = 0.9 * self._seconds + seconds
+        if self._rounds < _ROUNDS_BEFORE_PAUSE:
+            return
+        if self.speed * plain < 1.0:
+            self.notice = (
+                f"drafting paused for {self._length} tokens: lately it was {self.speed * plain:.2f} times as fast as "
+                "plain decoding"
+            )
+            self.resting = self._length
+            self._length = min(2 * self._length, _LONGEST_PAUSE)
+            self._rounds = 0
+            self._tokens = self._seconds = 0.0
+        elif self._rounds >= 3 * _ROUNDS_BEFORE_PAUSE:
+            self._length = _FIRST_PAUSE
 
-    def _table(self, width: int) -> float:
-        if width in self.measured:
-            return self.measured[width]
-        known = sorted(self.measured)
-        below = max((w for w in known if w < width), default=known[0])
-        above = min((w for w in known if w > width), default=known[-1])
-        low, high = self.measured[below], self.measured[above]
-        return low if below == above else low + (high - low) * (width - below) / (above - below)
+    def take_rest(self) -> bool:
+        """Whether the next round should be a plain one."""
+        if self.resting > 0:
+            self.resting -= 1
+            return True
+        return False
 
 
-class AdaptiveWidth:
-    """The width with the most expected tokens a second; pauses where that is 0."""
+class SteadyWidth:
+    """The one width with the most expected tokens a second, by the acceptance of the rounds so far."""
 
-    def __init__(self, costs: Mapping[int, float], max_width: int, estimate: AcceptanceEstimate | None = None) -> None:
-        self.costs = RoundCosts(dict(costs))
-        self.max_width = max_width
+    reads_confidence = False
+
+    def __init__(self, costs: RoundCosts, widest: int, estimate: AcceptanceEstimate | None = None) -> None:
+        self.costs, self.widest = costs, widest
         self.estimate = estimate if estimate is not None else AcceptanceEstimate()
         # What an earlier answer taught is a hint about this one, not knowledge.
         self.estimate.fade(0.2)
-        self.width = self._best_width(allow_pause=False)
-        self._rounds = 0
-        self._resting = 0
-        self._pause = _FIRST_PAUSE
-        self._notice: str | None = None
+        self.pauses = Pauses()
+        self.width = max(range(1, widest + 1), key=self._speed)
 
     def next_width(self) -> int:
-        if self._resting > 0:
-            self._resting -= 1
-            return 0
-        return self.width
+        return 0 if self.pauses.take_rest() else self.width
 
-    def observe(self, width: int, num_accepted: int, seconds: float | None) -> None:
+    def choose(self, confidence: Sequence[float]) -> int:
+        return len(confidence)
+
+    def observe(self, *, drafted: int, width: int, num_accepted: int, seconds: float | None) -> None:
         if seconds is not None:
-            self.costs.observe(width, seconds)
+            self.costs.observe(seconds, width, drafted)
         if width == 0:
             return
         self.estimate.observe(width, num_accepted)
-        self._rounds += 1
-        best = self._best_width(allow_pause=self._rounds >= _ROUNDS_BEFORE_PAUSE)
-        if best == 0:
-            self._rest()
-        elif self._speed(best) > self._speed(self.width) * _HYSTERESIS:
+        self.pauses.observe(num_accepted + 1, self.costs.round(width), self.costs.plain)
+        best = max(range(1, self.widest + 1), key=self._speed)
+        if self._speed(best) > self._speed(self.width) * _HYSTERESIS:
             self.width = best
-        elif self._rounds >= 2 * _ROUNDS_BEFORE_PAUSE:
-            self._pause = _FIRST_PAUSE
 
     def take_notice(self) -> str | None:
-        notice, self._notice = self._notice, None
+        notice, self.pauses.notice = self.pauses.notice, None
         return notice
 
     def _speed(self, width: int) -> float:
-        return self.estimate.expected_tokens(width) / self.costs.seconds(width)
+        return self.estimate.expected_tokens(width) / self.costs.round(width)
 
-    def _best_width(self, *, allow_pause: bool) -> int:
-        return max(range(0 if allow_pause else 1, self.max_width + 1), key=self._speed)
 
-    def _rest(self) -> None:
-        gain = self.estimate.expected_tokens(self.width)
-        self._notice = (
-            f"drafting paused for {self._pause} tokens: {gain:.1f} tokens a round do not pay for a round that costs "
-            f"{self.costs.seconds(self.width) / self.costs.seconds(0):.1f} plain steps"
-        )
-        self._resting = self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        # The next try judges by what it sees then.
-        self.estimate.fade(0.3)
-        self._rounds = _ROUNDS_BEFORE_PAUSE // 2
-        self.width = self._best_width(allow_pause=False)
+class ConfidentWidth:
+    """Each round's own width: drafts are verified as long as they are likely enough to be worth their time.
+
+    The drafter's probability of its best token is close to the rate at which the target keeps it, so a prefix's chance
+    is the product of its probabilities. A round should maximize expected tokens - speed * seconds, where speed is the
+    answer's tokens a second so far (the rule that maximizes tokens a second in the long run).
+    """
+
+    reads_confidence = True
+
+    def __init__(self, costs: RoundCosts, widest: int) -> None:
+        self.costs, self.widest = costs, widest
+        self.pauses = Pauses()
+        self._chosen: deque[int] = deque([widest // 2], maxlen=6)
+        # Kept drafts, and what the confidence promised, of the drafts judged so far; sampling keeps fewer than it says.
+        self._kept = self._promised = 20.0
+        self._in_flight: Sequence[float] = ()
+
+    def next_width(self) -> int:
+        if self.pauses.take_rest():
+            return 0
+        # Drafting costs time too: not much further than widths were lately.
+        return min(self.widest, max(3, 2 * max(self._chosen) + 1))
+
+    def choose(self, confidence: Sequence[float]) -> int:
+        scale = self._kept / self._promised
+        drafted = len(confidence)
+        speed = self.pauses.speed or 1.0 / self.costs.plain
+        width, expected, survival = 0, 1.0, 1.0
+        best = expected - speed * self.costs.round(0, drafted=drafted)
+        for i, probability in enumerate(confidence):
+            survival *= min(probability * scale, 0.995)
+            expected += survival
+            value = expected - speed * self.costs.round(i + 1, drafted=drafted)
+            if value > best:
+                best, width = value, i + 1
+        self._chosen.append(width)
+        self._in_flight = confidence
+        return width
+
+    def observe(self, *, drafted: int, width: int, num_accepted: int, seconds: float | None) -> None:
+        if seconds is not None:
+            self.costs.observe(seconds, width, drafted)
+        if drafted == 0:
+            return
+        judged = self._in_flight[: min(num_accepted + 1, width)]
+        self._kept = _FADE * self._kept + min(num_accepted, width)
+        self._promised = _FADE * self._promised + sum(judged)
+        self.pauses.observe(num_accepted + 1, self.costs.round(width, drafted=drafted), self.costs.plain)
+
+    def take_notice(self) -> str | None:
+        notice, self.pauses.notice = self.pauses.notice, None
+        return notice
+
+
+def choose_policy(costs: RoundCosts, widest: int, estimate: AcceptanceEstimate | None = None) -> WidthPolicy:
+    """The policy for a machine with these costs."""
+    return ConfidentWidth(costs, widest) if costs.is_steep(widest) else SteadyWidth(costs, widest, estimate)

@@ -24,6 +24,8 @@ class DraftConfig:
 
     `target_layer_ids` are 0-based decoder layers of the target whose *outputs* are the drafter's features.
     `layer_types` and `is_causal` decide what a query of the block may see (see `dflash.attention_mask`).
+    `draft_token_ids`, when not empty, are the only tokens that are drafted: most text needs few of a large vocabulary,
+    and the vocabulary head is a large part of a draft's cost.
     """
 
     hidden_size: int
@@ -48,6 +50,7 @@ class DraftConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    draft_token_ids: tuple[int, ...] = ()
 
     @property
     def feature_size(self) -> int:
@@ -120,6 +123,7 @@ def parse_draft_config(raw: dict[str, Any]) -> DraftConfig:
         input_embedding_scale=float(optional("input_embedding_scale", 1.0)),
         output_multiplier=float(optional("output_multiplier", 1.0)),
         final_logit_softcapping=optional("final_logit_softcapping", None),
+        draft_token_ids=tuple(int(i) for i in optional("draft_token_ids", ())),
     )
     _check(config)
     return config
@@ -140,5 +144,7 @@ def _check(config: DraftConfig) -> None:
         problems.append("it has sliding_attention layers and no sliding_window")
     if not 0 <= config.mask_token_id < config.vocab_size:
         problems.append(f"mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}")
+    if any(not 0 <= i < config.vocab_size for i in config.draft_token_ids):
+        problems.append(f"draft_token_ids has ids outside the vocabulary of {config.vocab_size}")
     if problems:
         raise CheckpointError("the drafter's config.json does not fit together: " + "; ".join(problems) + ".")

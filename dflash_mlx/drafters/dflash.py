@@ -202,9 +202,10 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool) -> DFla
         drafter.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
         raise CheckpointError(f"the drafter's weights in {folder} do not fit its config.json: {error}") from error
+    # Scales are widened before weights are expanded, so that no bit is lost on the way.
+    drafter.set_dtype(dtype)
     if quantization and not keep_quantized:
         drafter = _dequantize(drafter)
-    drafter.set_dtype(dtype)
     drafter.eval()
     mx.eval(drafter.parameters())
     return drafter

@@ -1,7 +1,7 @@
 """The target: a model of mlx-lm, used as it is, and what a drafter needs of it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,16 @@ class Target:
     layers: Sequence[nn.Module]
     embed: Callable[[mx.array], mx.array]
     head: Callable[[mx.array], mx.array]
+    head_module: nn.Module
     final_norm: Callable[[mx.array], mx.array] | None
+    _heads: dict[tuple[int, ...], Callable[[mx.array], mx.array]] = field(default_factory=dict)
+
+    def head_for(self, token_ids: Sequence[int]) -> Callable[[mx.array], mx.array]:
+        """The head's rows for some tokens only: hidden states (..., D) -> logits (..., len(token_ids))."""
+        key = tuple(token_ids)
+        if key not in self._heads:
+            self._heads[key] = _head_rows(self.head_module, mx.array(key))
+        return self._heads[key]
 
     def make_cache(self) -> list[Any]:
         return make_prompt_cache(self.model)
@@ -74,14 +83,29 @@ def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
         )
     embedding = inner.embed_tokens
     scale = getattr(inner, "embed_scale", None)
-    head = next((m.lm_head for m in _candidates(model) if "lm_head" in m), None) or embedding.as_linear
+    lm_head = next((m.lm_head for m in _candidates(model) if "lm_head" in m), None)
     return Target(
         model=model,
         config=config,
         layers=model.layers,
         embed=(lambda tokens: embedding(tokens) * scale) if scale is not None else embedding,
-        head=head,
+        head=lm_head if lm_head is not None else embedding.as_linear,
+        head_module=lm_head if lm_head is not None else embedding,
         final_norm=getattr(inner, "norm", None),
+    )
+
+
+def _head_rows(head: nn.Module, ids: mx.array) -> Callable[[mx.array], mx.array]:
+    """Some rows of a vocabulary head (a linear layer or an embedding, quantized or not), copied."""
+    weight = head.weight[ids]
+    if "scales" not in head:
+        mx.eval(weight)
+        return lambda hidden: hidden @ weight.T
+    scales = head.scales[ids]
+    biases = head.biases[ids] if head.get("biases") is not None else None
+    mx.eval(weight, scales, *([biases] if biases is not None else []))
+    return lambda hidden: mx.quantized_matmul(
+        hidden, weight, scales, biases, transpose=True, group_size=head.group_size, bits=head.bits, mode=head.mode
     )
 
 
