@@ -27,7 +27,7 @@ test: setup-dev
 	@echo "==> ruff, mypy" >&2
 	@"$(VENV)/bin/ruff" check .
 	@"$(VENV)/bin/ruff" format --check .
-	@"$(VENV)/bin/mypy"
+	@sh scripts/typecheck.sh
 	@echo "==> pytest" >&2
 	@"$(VENV)/bin/python" -m pytest $(PYTEST)
 
