@@ -22,8 +22,9 @@ _FADE = 0.96
 _PRIOR_WEIGHT, _PRIOR_RATE = 2.0, 0.75
 # A change of width must promise this much, so that noise does not make it flutter.
 _HYSTERESIS = 1.03
-_ROUNDS_BEFORE_PAUSE = 6
-_FIRST_PAUSE, _LONGEST_PAUSE = 24, 384
+# The time drafting may lose, in plain steps, before it pauses, and the pauses' lengths in tokens.
+_MAX_LOSS = 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
 # From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait.
 _STEEP = 1.25
 
@@ -144,13 +145,18 @@ class AcceptanceEstimate:
 
 
 class Pauses:
-    """When drafting has not paid, rest for a number of tokens; longer each time it fails again."""
+    """When drafting has lost more time than it may, rest for a number of tokens; longer each time it fails again.
+
+    The loss is counted in plain steps: what a round took beyond what its tokens would have taken. Gains pay losses
+    back, but are not saved up, so a change for the worse is noticed as soon in a long answer as in a short one.
+    """
 
     def __init__(self) -> None:
         self.resting = 0
         self.notice: str | None = None
         self._length = _FIRST_PAUSE
-        self._rounds = 0
+        self._limit = _MAX_LOSS
+        self._loss = 0.0
         self._tokens = self._seconds = 0.0
 
     @property
@@ -160,22 +166,21 @@ class Pauses:
 
     def observe(self, tokens: int, seconds: float, plain: float) -> None:
         """A drafted round gained `tokens` in `seconds`; a plain step takes `plain` seconds."""
-        self._rounds += 1
         self._tokens = 0.9 * self._tokens + tokens
         self._seconds = 0.9 * self._seconds + seconds
-        if self._rounds < _ROUNDS_BEFORE_PAUSE:
-            return
-        if self.speed * plain < 1.0:
+        self._loss = max(0.0, self._loss + seconds / plain - tokens)
+        if self._loss > self._limit:
             self.notice = (
                 f"drafting paused for {self._length} tokens: lately it was {self.speed * plain:.2f} times as fast as "
                 "plain decoding"
             )
             self.resting = self._length
-            self._length = min(2 * self._length, _LONGEST_PAUSE)
-            self._rounds = 0
-            self._tokens = self._seconds = 0.0
-        elif self._rounds >= 3 * _ROUNDS_BEFORE_PAUSE:
-            self._length = _FIRST_PAUSE
+            self._length = min(4 * self._length, _LONGEST_PAUSE)
+            # The next try judges by what it sees then, and has less to lose.
+            self._limit = _MAX_LOSS / 2
+            self._loss = self._tokens = self._seconds = 0.0
+        elif self._tokens > 8.0 and self.speed * plain > 1.2:
+            self._length, self._limit = _FIRST_PAUSE, _MAX_LOSS
 
     def take_rest(self) -> bool:
         """Whether the next round should be a plain one."""
@@ -245,7 +250,7 @@ class ConfidentWidth:
         if self.pauses.take_rest():
             return 0
         # Drafting costs time too: not much further than widths were lately.
-        return min(self.widest, max(3, 2 * max(self._chosen) + 1))
+        return min(self.widest, max(self._chosen) + 3)
 
     def choose(self, confidence: Sequence[float]) -> int:
         scale = self._kept / self._promised

@@ -1,0 +1,26 @@
+from dflash_mlx.decoding.stats import Acceptance
+
+
+def test_totals_by_hand():
+    acceptance = Acceptance()
+    acceptance.record(width=0, num_accepted=0, tokens=1)
+    acceptance.record(width=3, num_accepted=3, tokens=4)
+    acceptance.record(width=3, num_accepted=1, tokens=2)
+    acceptance.record(width=1, num_accepted=0, tokens=1)
+    assert acceptance.to_json() == {
+        "rounds": 3,
+        "drafted": 7,
+        "accepted": 4,
+        "mean_acceptance_length": 2.3333,
+        "acceptance_rate": 0.5714,
+        "per_position": [0.6667, 0.5, 0.5],
+        "histogram": [1, 1, 0, 1],
+        "single_steps": 1,
+    }
+    assert list(acceptance.recent) == [(3, 3), (3, 1), (1, 0)]
+
+
+def test_nothing_recorded():
+    assert Acceptance().mean_acceptance_length == 0.0
+    assert Acceptance().acceptance_rate == 0.0
+    assert Acceptance().per_position == []
