@@ -1,0 +1,112 @@
+"""`dflash-mlx chat`: a conversation on the terminal, or turns from a pipe."""
+
+import sys
+
+from dflash_mlx.cli import options
+from dflash_mlx.cli.conversation import Conversation
+from dflash_mlx.cli.line_input import LineInput, quiet_keyboard
+from dflash_mlx.cli.live import LiveText
+from dflash_mlx.cli.output import note, styled, summary
+from dflash_mlx.errors import DFlashError
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  dflash-mlx chat --pair demo
+
+  dflash-mlx chat --pair demo --system "Answer in one sentence." --temperature 0.7
+
+  printf 'Name a colour.\\nAnother one.\\n' | dflash-mlx chat --pair demo
+"""
+
+
+def chat_command(
+    pair: options.Pair = None,
+    model: options.Model = None,
+    draft_model: options.DraftModel = None,
+    no_draft: options.NoDraft = False,
+    block_size: options.BlockSize = None,
+    dtype: options.Precision = options.DType.auto,
+    max_tokens: options.MaxTokens = 1024,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    system: options.System = None,
+    stats: options.Stats = None,
+) -> None:
+    """Talk with a model. It remembers the conversation and reads only what is new in each turn.
+
+    While an answer streams, a line below it shows the speed, the tokens gained in a round of drafting, the share of
+    drafts that were kept, and the last rounds as bars. Ctrl-C stops an answer; /help lists the commands.
+    """
+    from dflash_mlx.hub.registry import cache_home
+
+    choice = options.ModelChoice(
+        pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
+    )
+    loaded = choice.open()
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+    }
+    conversation = Conversation(loaded, draft=not no_draft, settings=sampling)
+    conversation.set_system(system)
+    lines = LineInput(cache_home() / "chat-history.jsonl")
+    if lines.interactive:
+        drafting = "plain decoding" if no_draft else f"drafting up to {loaded.block_size - 1} tokens at once"
+        note(f"{loaded.name}, {drafting}. /help lists the commands, Ctrl-D leaves.")
+    talk(conversation, lines, stats=stats is not False)
+
+
+def talk(conversation: Conversation, lines: LineInput, *, stats: bool) -> None:
+    """Turn after turn until the input ends. Slash commands' words and all statistics go to stderr."""
+    # Typer has no need for chat commands unless one chats.
+    from dflash_mlx.cli import chat_commands
+
+    while True:
+        try:
+            turn = lines.read()
+        except KeyboardInterrupt:
+            note("")
+            return
+        if turn is None:
+            if lines.interactive:
+                note("")
+            return
+        if not turn.strip():
+            continue
+        try:
+            if turn.startswith("/"):
+                note(chat_commands.run(turn, conversation), style="cyan")
+            else:
+                take_turn(conversation, turn.strip(), stats=stats)
+        except chat_commands.LeaveChat:
+            return
+        except DFlashError as error:
+            # A turn that cannot be answered does not end the conversation, unless nobody is there to rephrase it.
+            if not lines.interactive:
+                raise
+            print(styled("error:", "red", sys.stderr) + f" {error}", file=sys.stderr, flush=True)
+
+
+def take_turn(conversation: Conversation, question: str, *, stats: bool) -> None:
+    """Answer one question on the terminal."""
+    with quiet_keyboard(), LiveText() as live:
+        notices = conversation.ask(question, live)
+    if not sys.stdout.isatty() and not live.text.endswith("\n"):
+        print(flush=True)
+    for notice in notices:
+        note(notice, style="yellow")
+    if conversation.interrupted:
+        kept = "what was said stays in the conversation" if live.text else "the question was taken back"
+        note(f"stopped; {kept}.", style="yellow")
+    if stats and conversation.last is not None:
+        for line in summary(conversation.last):
+            note(line)

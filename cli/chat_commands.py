@@ -1,0 +1,131 @@
+"""What begins with a slash in a chat: a name, its argument, a function that answers with a line to show."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from dflash_mlx.cli import settings
+from dflash_mlx.cli.conversation import Conversation
+from dflash_mlx.cli.line_input import write_atomically
+from dflash_mlx.cli.output import picture
+from dflash_mlx.errors import UsageError
+
+
+class LeaveChat(Exception):  # noqa: N818  not an error
+    """The user said goodbye."""
+
+
+HELP = """\
+/help              this list
+/reset             forget the conversation (instructions stay)
+/system TEXT       set the instructions; without TEXT, show them; /system - takes them away
+/set NAME VALUE    change max-tokens, temperature, top-p, top-k, min-p, seed or draft (on, off); alone, show them
+/stats             speed and acceptance, last answer and whole conversation
+/save FILE         save the conversation as Markdown, or as JSON if FILE ends in .json; /save! replaces a file
+/exit              leave (Ctrl-D does, too)
+
+A line that ends with \\ goes on with the next one; text between two \"\"\" can span lines. To send a line that begins
+with a slash, put a space in front. Ctrl-C stops an answer."""
+
+_CHANGEABLE = ("max-tokens", "temperature", "top-p", "top-k", "min-p", "seed")
+
+
+def run(line: str, conversation: Conversation) -> str:
+    """Carry out a slash command; returns what to tell the user. Raises UsageError and LeaveChat."""
+    name, _, argument = line.strip().partition(" ")
+    command = _COMMANDS.get(name.lower())
+    if command is None:
+        raise UsageError(f"there is no command {name}; there are {', '.join(_COMMANDS)}.")
+    return command(conversation, argument.strip())
+
+
+def _help(conversation: Conversation, argument: str) -> str:
+    return HELP
+
+
+def _reset(conversation: Conversation, argument: str) -> str:
+    conversation.reset()
+    return "Forgotten. A new conversation begins."
+
+
+def _system(conversation: Conversation, argument: str) -> str:
+    if argument:
+        conversation.set_system(None if argument == "-" else argument)
+        return "Instructions taken away." if argument == "-" else "Instructions set."
+    first = conversation.messages[0] if conversation.messages else {"role": ""}
+    return first["content"] if first["role"] == "system" else "There are no instructions."
+
+
+def _set(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        lines = [f"{name} {conversation.settings[name.replace('-', '_')]}" for name in _CHANGEABLE]
+        return "\n".join([*lines, f"draft {'on' if conversation.draft else 'off'}"])
+    name, _, text = argument.partition(" ")
+    name, text = name.lower().lstrip("-").replace("_", "-"), text.strip()
+    if name == "draft":
+        if text not in ("on", "off"):
+            raise UsageError(f"draft is {text!r}; expected on or off.")
+        if text == "on" and conversation.pair.drafter is None:
+            raise UsageError("no drafter is loaded; start chat without --no-draft.")
+        conversation.draft = text == "on"
+    elif name not in _CHANGEABLE:
+        raise UsageError(f"there is no setting {name!r}; there are {', '.join(_CHANGEABLE)} and draft.")
+    else:
+        none = name == "seed" and text in ("none", "off")
+        conversation.settings[name.replace("-", "_")] = None if none else settings.parse(name, text)
+    return f"{name} is {text} from now on."
+
+
+def _stats(conversation: Conversation, argument: str) -> str:
+    totals = conversation.totals
+    if not totals.answers:
+        return "There are no answers yet."
+    lines = [f"conversation: {totals.answers} answers, {totals.tokens} tokens"]
+    lines[0] += f"; {totals.cached_tokens} of {totals.prompt_tokens} prompt tokens were already in memory"
+    if totals.rounds:
+        mean, rate = totals.round_tokens / totals.rounds, totals.accepted / max(totals.drafted, 1)
+        lines.append(f"drafting: {totals.rounds} rounds, {mean:.2f} tokens a round, {rate:.0%} of drafts kept")
+    last = conversation.last
+    if last is not None:
+        lines.append(f"last answer: {last.generation_tokens} tokens at {last.generation_tps:.1f} tok/s")
+        if last.acceptance is not None and last.acceptance.rounds:
+            rates = "  ".join(f"{i}: {rate:.0%}" for i, rate in enumerate(last.acceptance.per_position, start=1))
+            lines.append(f"drafts kept by place in the block: {rates}")
+            lines.append(f"last rounds: {picture(last.acceptance.recent, count=64)}")
+    return "\n".join(lines)
+
+
+def _save(conversation: Conversation, argument: str, *, replace: bool = False) -> str:
+    if not argument:
+        raise UsageError("say where: /save FILE.")
+    path = Path(argument).expanduser()
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; give a file's name.")
+    if os.path.lexists(path) and not replace:
+        raise UsageError(f"{path} exists already; take another name, or replace it with /save! {argument}.")
+    text = conversation.to_json() if path.suffix.lower() == ".json" else conversation.to_markdown()
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}.") from error
+    return f"Saved to {path}."
+
+
+def _replace(conversation: Conversation, argument: str) -> str:
+    return _save(conversation, argument, replace=True)
+
+
+def _exit(conversation: Conversation, argument: str) -> str:
+    raise LeaveChat
+
+
+_COMMANDS: dict[str, Callable[[Conversation, str], str]] = {
+    "/help": _help,
+    "/reset": _reset,
+    "/system": _system,
+    "/set": _set,
+    "/stats": _stats,
+    "/save": _save,
+    "/save!": _replace,
+    "/exit": _exit,
+}

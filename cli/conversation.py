@@ -1,0 +1,154 @@
+"""A conversation: its messages, its settings, and the caches that carry over from turn to turn."""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from dflash_mlx.cli.live import LiveText
+from dflash_mlx.cli.output import live_line
+
+if TYPE_CHECKING:
+    from dflash_mlx.generation import GenerationResponse
+    from dflash_mlx.pair import ModelPair
+
+
+class StopSwitch:
+    """The first Ctrl-C asks the answer to stop at the next round, where the caches are consistent; a second one breaks
+    in at once.
+    """
+
+    pressed = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+
+    def during_prefill(self, done: int, total: int) -> None:
+        """A prompt is read in pieces; between two of them it can be given up, too."""
+        if self.pressed:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_switch() -> Iterator[StopSwitch]:
+    """Ctrl-C sets a switch inside this block."""
+    switch = StopSwitch()
+    before = signal.signal(signal.SIGINT, switch)
+    try:
+        yield switch
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@dataclass
+class Totals:
+    """Sums over the answers of a conversation."""
+
+    answers: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    round_tokens: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+
+    def add(self, response: "GenerationResponse") -> None:
+        self.answers += 1
+        self.tokens += response.generation_tokens
+        self.cached_tokens += response.cached_tokens
+        self.prompt_tokens += response.prompt_tokens
+        acceptance = response.acceptance
+        if acceptance is not None:
+            self.rounds += acceptance.rounds
+            self.round_tokens += acceptance.mean_acceptance_length * acceptance.rounds
+            self.drafted += acceptance.drafted
+            self.accepted += acceptance.accepted
+
+
+@dataclass
+class Conversation:
+    """Messages and the session that has read them. `settings` are arguments of SamplingParams."""
+
+    pair: "ModelPair"
+    draft: bool
+    settings: dict[str, Any]
+    messages: list[dict[str, str]] = field(default_factory=list)
+    totals: Totals = field(default_factory=Totals)
+    last: "GenerationResponse | None" = None
+    interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        self.session = self.pair.new_session()
+
+    def set_system(self, text: str | None) -> None:
+        """Set the instructions in front of the conversation; None or "" takes them away."""
+        if self.messages and self.messages[0]["role"] == "system":
+            del self.messages[0]
+        if text:
+            self.messages.insert(0, {"role": "system", "content": text})
+
+    def reset(self) -> None:
+        """Forget all turns, keep the instructions."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+        self.session = self.pair.new_session()
+
+    def ask(self, question: str, live: LiveText) -> list[str]:
+        """Stream the answer to `question`; returns notices. `interrupted` says whether Ctrl-C ended it.
+
+        What was answered stays in the conversation, also when it was stopped. A question without any answer is
+        taken out again, so that turns keep alternating. Raises what `stream_generate` raises.
+        """
+        from dflash_mlx import SamplingParams, stream_generate
+
+        self.messages.append({"role": "user", "content": question})
+        notices: list[str] = []
+        self.last, self.interrupted = None, False
+        try:
+            params = SamplingParams(**self.settings)
+            with stop_switch() as switch:
+                responses = stream_generate(
+                    self.pair,
+                    self.messages,
+                    params,
+                    session=self.session,
+                    draft=self.draft,
+                    on_prefill=switch.during_prefill,
+                )
+                try:
+                    for response in responses:
+                        live.write(response.text, live_line(response))
+                        self.last = response
+                        if response.notice:
+                            notices.append(response.notice)
+                        if switch.pressed and response.finish_reason is None:
+                            self.interrupted = True
+                            break
+                finally:
+                    # The decode loop settles its caches when it is closed.
+                    responses.close()  # type: ignore[attr-defined]
+        except KeyboardInterrupt:
+            # Broken in at once: what the caches hold is not known any more.
+            self.interrupted = True
+            self.session = self.pair.new_session()
+        finally:
+            if live.text:
+                self.messages.append({"role": "assistant", "content": live.text})
+            else:
+                self.messages.pop()
+        if self.last is not None:
+            self.totals.add(self.last)
+        return notices
+
+    def to_json(self) -> str:
+        return json.dumps({"pair": self.pair.name, "messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
+
+    def to_markdown(self) -> str:
+        parts = [f"# A conversation with {self.pair.name}\n"]
+        parts += [f"## {message['role'].capitalize()}\n\n{message['content'].strip()}\n" for message in self.messages]
+        return "\n".join(parts)

@@ -1,0 +1,167 @@
+"""`dflash-mlx doctor`: what was found on this machine, what is broken, what would make it faster."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from dflash_mlx import __version__
+from dflash_mlx.cli import options
+from dflash_mlx.cli.output import can_draw, is_terminal, styled
+from dflash_mlx.errors import DFlashError
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  dflash-mlx doctor
+
+  dflash-mlx doctor --json
+"""
+
+
+def doctor_command(as_json: options.Json = False) -> None:
+    """Say what dflash-mlx runs on here, what is broken, and what would make it faster.
+
+    The exit code is 1 when something is broken, else 0.
+    """
+    report = examine()
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False, indent=2))
+    else:
+        _print_report(report)
+    if report["problems"]:
+        raise typer.Exit(1)
+
+
+def examine() -> dict[str, Any]:
+    """Look at everything; what cannot be looked at becomes a problem in words."""
+    problems: list[str] = []
+    found: dict[str, Any] = {"dflash_mlx": __version__}
+    for look in (_backend, _speed, _tokenizers, _cache, _pairs):
+        try:
+            found |= look()
+        except (DFlashError, ImportError, OSError, RuntimeError, ValueError) as error:
+            problems.append(f"{_NAMES[look]}: {' '.join(str(error).split()) or type(error).__name__}")
+    found["terminal"] = _terminal()
+    return {**found, "advice": list(found.get("advice", ())), "problems": problems}
+
+
+def _backend() -> dict[str, Any]:
+    from dflash_mlx.runtime import backend
+
+    return backend().to_json()
+
+
+def _speed() -> dict[str, Any]:
+    """Time a product of the size that checking a block takes, in the precision used here."""
+    import mlx.core as mx
+
+    from dflash_mlx.runtime import backend
+
+    dtype = mx.float32 if backend().kind == "cpu" else mx.bfloat16
+    rows, size, repeats = 16, 1024, 10
+    a, b = mx.ones((rows, size), dtype=dtype), mx.ones((size, size), dtype=dtype)
+    mx.eval(a, b, a @ b)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product = a @ b
+        mx.eval(product)
+        times.append(time.perf_counter() - start)
+    if product[0, 0].item() != size:
+        raise RuntimeError("a matrix product came out wrong; reinstall mlx")
+    gflops = 2 * rows * size * size / min(times) / 1e9
+    return {"matmul_gflops": round(gflops, 1), "dtype": str(dtype).rpartition(".")[2]}
+
+
+def _tokenizers() -> dict[str, Any]:
+    import mlx_lm.generate
+    import mlx_lm.tokenizer_utils  # noqa: F401  what loading a model imports
+
+    return {}
+
+
+def _cache() -> dict[str, Any]:
+    from dflash_mlx.hub.registry import cache_home
+
+    home = cache_home()
+    nearest = home
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise OSError(f"{nearest} is a file; set DFLASH_MLX_HOME to a folder")
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise OSError(f"cannot write to {nearest} ({error.strerror}); set DFLASH_MLX_HOME to another folder") from error
+    space = os.statvfs(nearest)
+    return {"cache_folder": str(home), "cache_free_gb": round(space.f_bavail * space.f_frsize / 1e9, 1)}
+
+
+def _pairs() -> dict[str, Any]:
+    from dflash_mlx.hub.download import is_ready
+    from dflash_mlx.hub.registry import find_pair, list_pairs
+
+    demo = find_pair("demo")
+    return {
+        "known_pairs": len(list_pairs()),
+        "demo_pair_on_disk": is_ready(demo.target) and is_ready(demo.drafter),
+    }
+
+
+_NAMES: dict[Callable[[], dict[str, Any]], str] = {
+    _backend: "MLX",
+    _speed: "computing",
+    _tokenizers: "mlx-lm",
+    _cache: "cache folder",
+    _pairs: "known pairs",
+}
+
+
+def _terminal() -> dict[str, Any]:
+    return {
+        "stdout": is_terminal(sys.stdout),
+        "stderr": is_terminal(sys.stderr),
+        "unicode": can_draw(sys.stdout),
+        "colour": is_terminal(sys.stdout) and not os.environ.get("NO_COLOR"),
+    }
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    def line(label: str, value: str | None) -> None:
+        if value:
+            print(f"{label + ':':<15}{value}")
+
+    kinds = {"metal": "Metal (Apple GPU)", "cuda": "CUDA (NVIDIA GPU)", "cpu": "CPU"}
+    line("dflash-mlx", report["dflash_mlx"])
+    if "kind" in report:
+        line("backend", kinds[report["kind"]])
+        line("chip", report["chip"])
+        line("memory", f"{report['memory_bytes'] / 2**30:.1f} GiB")
+        line("system", report["os"])
+        line("python", report["python"])
+        line("mlx", f"{report['mlx_version']}, mlx-lm {report['mlx_lm_version']}")
+        if report["kind"] == "cpu":
+            line("blas", report["blas"] or "the one that MLX brings")
+    if "matmul_gflops" in report:
+        line("speed", f"{report['matmul_gflops']:,.0f} GFLOP/s in {report['dtype']}, 16 rows at once")
+    if "cache_folder" in report:
+        line("models in", f"{report['cache_folder']} ({report['cache_free_gb']:.0f} GB free)")
+    if "known_pairs" in report:
+        on_disk = "on disk" if report["demo_pair_on_disk"] else "not downloaded yet; the first use fetches it"
+        line("demo pair", on_disk)
+    terminal = report["terminal"]
+    live = "yes" if terminal["stderr"] else "no, so no live statistics"
+    line("terminal", f"{live}{'' if terminal['unicode'] else '; without block characters'}")
+    print()
+    for problem in report["problems"]:
+        print(styled("broken: ", "red", sys.stdout) + problem)
+    for advice in report["advice"]:
+        print(styled("faster: ", "yellow", sys.stdout) + advice)
+    if not report["problems"] and not report["advice"]:
+        print(styled("Everything is in order.", "green", sys.stdout))

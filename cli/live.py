@@ -1,0 +1,105 @@
+"""Text that streams on a terminal with a line of statistics under it.
+
+The line lives one row below the text. Before new text is written, everything below the cursor is erased; afterwards
+the line is drawn again and the cursor goes back. A row is made first with IND (which scrolls at the bottom and keeps
+the column), so that going down and up again meets the same place. All this only happens where the cursor's column is
+certain: a terminal whose last column has just been filled wraps with the next character, and a movement would lose
+that, so then the line waits for the next piece of text.
+"""
+
+import sys
+import time
+from types import TracebackType
+
+from rich.cells import cell_len, set_cell_size
+
+from dflash_mlx.cli.output import is_terminal, printable, styled, terminal_width
+
+_ERASE_BELOW = "\x1b[J"
+_ERASE_LINE = "\r\x1b[2K"
+_MAKE_ROW_BELOW = "\x1bD\x1b[A"
+_SAVE, _RESTORE = "\x1b7", "\x1b8"
+_SECONDS_BETWEEN_DRAWINGS = 0.08
+
+
+class LiveText:
+    """Write an answer piece by piece to stdout, and a status line to stderr when a person watches it.
+
+    Where stdout is no terminal, the text passes through unchanged and the status line stands alone.
+    """
+
+    def __init__(self, *, status: bool = True, echo: bool = True) -> None:
+        self._echo = echo
+        self._text_on_screen = echo and is_terminal(sys.stdout)
+        self._live = status and is_terminal(sys.stderr)
+        self._width = terminal_width()
+        self._column = 0
+        self._drawn = False
+        self._drawn_at = 0.0
+        self._status = ""
+        self.text = ""
+
+    def __enter__(self) -> "LiveText":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, text: str, status: str) -> None:
+        """Append `text` to the answer and show `status` below it."""
+        now = time.monotonic()
+        self._status = status
+        self.text += text
+        if text and self._echo:
+            self._erase()
+            shown = printable(text) if self._text_on_screen else text
+            sys.stdout.write(shown)
+            sys.stdout.flush()
+            self._advance(shown)
+        erased = self._text_on_screen and not self._drawn
+        if self._live and (erased or now - self._drawn_at > _SECONDS_BETWEEN_DRAWINGS):
+            self._draw()
+            self._drawn_at = now
+
+    def close(self) -> None:
+        """Take the status line away and end the text's last line."""
+        self._erase()
+        if self._text_on_screen and self._column:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            self._column = 0
+
+    def _advance(self, text: str) -> None:
+        if not self._text_on_screen:
+            return
+        for character in text:
+            if character == "\n":
+                self._column = 0
+            elif character == "\t":
+                self._column = min(self._width - 1, (self._column // 8 + 1) * 8)
+            else:
+                cells = cell_len(character)
+                self._column = cells if self._column + cells > self._width else self._column + cells
+
+    def _draw(self) -> None:
+        self._width = terminal_width()
+        if self._text_on_screen and self._column >= self._width:
+            return
+        line = set_cell_size(self._status, min(cell_len(self._status), self._width - 1))
+        line = styled(line, "dim", sys.stderr)
+        if self._text_on_screen:
+            line = f"{_MAKE_ROW_BELOW}{_SAVE}\x1b[B{_ERASE_LINE}{line}{_RESTORE}"
+        else:
+            line = _ERASE_LINE + line
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        self._drawn = True
+
+    def _erase(self) -> None:
+        if not self._drawn:
+            return
+        sys.stderr.write(_ERASE_BELOW if self._text_on_screen else _ERASE_LINE)
+        sys.stderr.flush()
+        self._drawn = False

@@ -1,0 +1,197 @@
+"""The options that several commands share, and what they become: a loaded pair, sampling parameters."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dflash_mlx.cli.output import LoadProgress
+from dflash_mlx.cli.settings import checker
+
+if TYPE_CHECKING:
+    from dflash_mlx.pair import ModelPair
+
+MODELS = "Which models"
+SAMPLING = "How to answer"
+OUTPUT = "What to print"
+
+
+class DType(str, Enum):
+    """The precision to compute in."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def complete_pair(incomplete: str) -> list[str]:
+    """Names for shell completion."""
+    from dflash_mlx.hub.registry import list_pairs
+
+    names = [name for pair in list_pairs() for name in (pair.name, *pair.aliases)]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+Pair = Annotated[
+    str | None,
+    typer.Option(
+        "--pair",
+        metavar="NAME",
+        help="A known pair of model and drafter, such as demo. See: dflash-mlx models.",
+        autocompletion=complete_pair,
+        rich_help_panel=MODELS,
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="TARGET", help="The model that answers: a folder or a Hub id.", rich_help_panel=MODELS
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="DRAFTER",
+        help="The DFlash drafter trained for that model: a folder or a Hub id.",
+        rich_help_panel=MODELS,
+    ),
+]
+NoDraft = Annotated[
+    bool,
+    typer.Option("--no-draft", help="Decode plainly, one token at a time, to compare.", rich_help_panel=MODELS),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        "--block-size",
+        metavar="N",
+        help="Largest block to guess at once, the known token included. (default: what the drafter was trained for)",
+        callback=checker("block-size"),
+        rich_help_panel=MODELS,
+    ),
+]
+Precision = Annotated[
+    DType,
+    typer.Option(
+        "--dtype",
+        help="Precision to compute in. auto: float32 on a CPU, the model's own on a GPU.",
+        rich_help_panel=MODELS,
+    ),
+]
+MaxTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens",
+        metavar="N",
+        help="Stop after this many tokens.",
+        callback=checker("max-tokens"),
+        rich_help_panel=SAMPLING,
+    ),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature",
+        metavar="X",
+        help="0 always takes the likeliest token; 0.7 to 1 varies the wording.",
+        callback=checker("temperature"),
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p",
+        metavar="X",
+        help="Draw only from the likeliest tokens that make up this share. 1 is off.",
+        callback=checker("top-p"),
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int,
+    typer.Option(
+        "--top-k",
+        metavar="N",
+        help="Draw only from the N likeliest tokens. 0 is off.",
+        callback=checker("top-k"),
+        rich_help_panel=SAMPLING,
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        "--min-p",
+        metavar="X",
+        help="Drop tokens less likely than this share of the likeliest one. 0 is off.",
+        callback=checker("min-p"),
+        rich_help_panel=SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        metavar="N",
+        help="Makes a run at a temperature above 0 repeatable.",
+        callback=checker("seed"),
+        rich_help_panel=SAMPLING,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        help="End the answer before this text. Can be given several times.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "--system", metavar="TEXT", help="Instructions that come before the conversation.", rich_help_panel=SAMPLING
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.", rich_help_panel=OUTPUT)]
+Stats = Annotated[
+    bool | None,
+    typer.Option(
+        "--stats/--no-stats",
+        help="Show speed and acceptance after the answer, on stderr. (default: on; off with --json)",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """What the user said about the models."""
+
+    pair: str | None = None
+    model: str | None = None
+    draft_model: str | None = None
+    no_draft: bool = False
+    block_size: int | None = None
+    dtype: DType = DType.auto
+
+    def open(self) -> "ModelPair":
+        """Load it, with progress on stderr. Raises what `load_pair` raises."""
+        with LoadProgress() as progress:
+            # The import takes a second or two; the user should see why.
+            progress.report("starting MLX", None)
+            from dflash_mlx import load_pair
+
+            return load_pair(
+                self.pair,
+                model=self.model,
+                draft_model=self.draft_model,
+                draft=not self.no_draft,
+                dtype=self.dtype.value,
+                block_size=self.block_size,
+                report=progress.report,
+            )
