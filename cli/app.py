@@ -27,8 +27,8 @@ app = typer.Typer(
         (
             "Make a language model answer sooner, with the very same words.",
             "A small helper model, the [bold]drafter[/bold], guesses several tokens at once. Your model checks all of "
-            "them in one pass and keeps those that it would have written itself. Nothing about the answer changes; only "
-            "the waiting does.",
+            "them in one pass and keeps those that it would have written itself. "
+            "Nothing about the answer changes; only the waiting does.",
         )
     ),
     epilog='Try it, no account needed:  dflash-mlx generate "Why is the sky blue?" --pair demo',

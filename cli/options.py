@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_mlx.cli.output import LoadProgress
-from dflash_mlx.cli.settings import checker
+from dflash_mlx.cli.settings import parser
 
 if TYPE_CHECKING:
     from dflash_mlx.pair import ModelPair
@@ -69,7 +69,7 @@ BlockSize = Annotated[
         "--block-size",
         metavar="N",
         help="Largest block to guess at once, the known token included. (default: what the drafter was trained for)",
-        callback=checker("block-size"),
+        parser=parser("block-size"),
         rich_help_panel=MODELS,
     ),
 ]
@@ -87,7 +87,7 @@ MaxTokens = Annotated[
         "--max-tokens",
         metavar="N",
         help="Stop after this many tokens.",
-        callback=checker("max-tokens"),
+        parser=parser("max-tokens"),
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -97,7 +97,7 @@ Temperature = Annotated[
         "--temperature",
         metavar="X",
         help="0 always takes the likeliest token; 0.7 to 1 varies the wording.",
-        callback=checker("temperature"),
+        parser=parser("temperature"),
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -107,7 +107,7 @@ TopP = Annotated[
         "--top-p",
         metavar="X",
         help="Draw only from the likeliest tokens that make up this share. 1 is off.",
-        callback=checker("top-p"),
+        parser=parser("top-p"),
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -117,7 +117,7 @@ TopK = Annotated[
         "--top-k",
         metavar="N",
         help="Draw only from the N likeliest tokens. 0 is off.",
-        callback=checker("top-k"),
+        parser=parser("top-k"),
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -127,7 +127,7 @@ MinP = Annotated[
         "--min-p",
         metavar="X",
         help="Drop tokens less likely than this share of the likeliest one. 0 is off.",
-        callback=checker("min-p"),
+        parser=parser("min-p"),
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -137,7 +137,7 @@ Seed = Annotated[
         "--seed",
         metavar="N",
         help="Makes a run at a temperature above 0 repeatable.",
-        callback=checker("seed"),
+        parser=parser("seed"),
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -147,6 +147,7 @@ Stop = Annotated[
         "--stop",
         metavar="TEXT",
         help="End the answer before this text. Can be given several times.",
+        parser=parser("stop"),
         rich_help_panel=SAMPLING,
     ),
 ]

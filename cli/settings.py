@@ -18,6 +18,7 @@ class Setting:
 
 
 SETTINGS = {
+    "stop": Setting(str, "text that is not empty", bool),
     "max-tokens": Setting(int, "a whole number of at least 1", lambda n: n >= 1),
     "temperature": Setting(float, "a number of at least 0", lambda x: 0 <= x < math.inf),
     "top-p": Setting(float, "a number above 0 and at most 1", lambda x: 0 < x <= 1),
@@ -28,28 +29,18 @@ SETTINGS = {
 }
 
 
-def check(name: str, value: Any) -> Any:
-    """Return `value` if the setting allows it (None is "not given"); raise UsageError if not."""
-    setting = SETTINGS[name]
-    if value is not None and not setting.allows(value):
-        raise UsageError(f"--{name} is {value}; expected {setting.expected}.")
-    return value
-
-
 def parse(name: str, text: str) -> Any:
-    """The value that `text` gives to a setting. Raises UsageError."""
-    if name not in SETTINGS:
-        raise UsageError(f"there is no setting {name!r}; there are {', '.join(SETTINGS)}.")
+    """The value that `text` gives to a setting. Raises UsageError, which says what was expected."""
     setting = SETTINGS[name]
     try:
         value = setting.kind(text)
     except ValueError:
-        raise UsageError(f"{name} is {text!r}; expected {setting.expected}.") from None
-    if not setting.allows(value):
-        raise UsageError(f"{name} is {text}; expected {setting.expected}.")
+        value = None
+    if value is None or not setting.allows(value):
+        raise UsageError(f"--{name} is {text}; expected {setting.expected}.")
     return value
 
 
-def checker(name: str) -> Callable[[Any], Any]:
-    """A Typer callback that checks an option."""
-    return lambda value: check(name, value)
+def parser(name: str) -> Callable[[str], Any]:
+    """A Typer parser for the option of that name."""
+    return lambda text: parse(name, text)
