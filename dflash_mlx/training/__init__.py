@@ -1,8 +1,8 @@
 """Training a drafter: own-answer data, the training itself, measurement and export.
 
-    from dflash_mlx.training import TrainOptions, run
+from dflash_mlx.training import TrainOptions, run
 
-    run(TrainOptions(model="path/or/hub-id", out="drafter"))
+run(TrainOptions(model="path/or/hub-id", out="drafter"))
 """
 
 from typing import TYPE_CHECKING, Any

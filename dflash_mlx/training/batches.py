@@ -53,9 +53,7 @@ def epoch_order(lengths: np.ndarray, batch_size: int, *, seed: int, epoch: int) 
     return list(order[rng.permutation(count)])
 
 
-def make_batch(
-    conversations: list[Conversation], anchors: int, rng: np.random.Generator, *, longest: int
-) -> Batch:
+def make_batch(conversations: list[Conversation], anchors: int, rng: np.random.Generator, *, longest: int) -> Batch:
     """A batch with up to `anchors` different random anchors a row; rows are cut at `longest` tokens."""
     length = padded_length(min(longest, max(len(c.tokens) for c in conversations)), longest)
     tokens = np.zeros((len(conversations), length), np.int32)

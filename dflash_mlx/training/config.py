@@ -69,11 +69,13 @@ def mask_token(target: Target, tokenizer: Any, frame: ChatFrame) -> int:
     named = getattr(tokenizer, "mask_token_id", None)
     if named is not None:
         return int(named)
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    special = frame.special_ids | {int(i) for i, token in added.items() if getattr(token, "special", False)}
     used = {*frame.prefix, *frame.answer_opening, *(frame.user_opening or ()), *frame.eos_ids}
-    for name in ("bos_token_id", "eos_token_id"):
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
         value = getattr(tokenizer, name, None)
         used |= {value} if isinstance(value, int) else set()
-    free = sorted(i for i in frame.special_ids - used if 0 <= i < target.vocab_size)
+    free = sorted(i for i in special - used if 0 <= i < target.vocab_size)
     return free[0] if free else target.vocab_size - 1
 
 

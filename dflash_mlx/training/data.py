@@ -107,9 +107,7 @@ def plan_source(tokenizer: Any, frame: ChatFrame, options: TrainOptions, *, rows
     """The default (the target invents the user too), topics that begin user turns, or a file of prompts."""
     if options.prompts is not None:
         longest = options.max_length - 16
-        scripts = encode_prompts(
-            read_prompts(options.prompts), tokenizer, thinking=options.thinking, longest=longest
-        )
+        scripts = encode_prompts(read_prompts(options.prompts), tokenizer, thinking=options.thinking, longest=longest)
         if not scripts:
             raise DFlashError(f"every prompt in {options.prompts} is longer than {longest} tokens; raise --max-length.")
         return _from_prompts(scripts, options, rows=rows)

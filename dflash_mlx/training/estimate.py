@@ -4,13 +4,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx.utils import tree_flatten
-
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.targets.target import Target
 from dflash_mlx.training.options import TrainOptions
+from dflash_mlx.training.trees import count_bytes, count_parameters
 
 # Part of the memory that a run may plan with; the rest is for what the estimate does not know.
 _USABLE = 0.7
@@ -44,16 +43,18 @@ def estimate(
     target: Target, drafter: DFlashDrafter, options: TrainOptions, *, memory_bytes: int, itemsize: int
 ) -> Estimate:
     """Plan a run. itemsize: bytes of a compute value. Raises DFlashError where it cannot fit."""
-    parameters = sum(int(x.size) for _, x in tree_flatten(drafter.parameters()))
-    fixed = sum(int(x.nbytes) for _, x in tree_flatten(target.model.parameters()))
+    parameters = count_parameters(drafter.parameters())
+    fixed = count_bytes(target.model.parameters())
     # Masters, two moments and gradients in float32, and a copy in the compute dtype.
     fixed += parameters * (16 + itemsize)
     chunk_bytes = min(_MOST_CHUNK_BYTES, _CHUNK_BYTES * memory_bytes)
     chunk = max(64, int(chunk_bytes / (target.vocab_size * (8 + 2 * itemsize))))
     rows = options.micro_batch or options.batch_size
     while True:
-        needed = fixed + chunk * target.vocab_size * (8 + 2 * itemsize) + _activations(
-            drafter.config, target, options, rows, itemsize
+        needed = (
+            fixed
+            + chunk * target.vocab_size * (8 + 2 * itemsize)
+            + _activations(drafter.config, target, options, rows, itemsize)
         )
         if needed <= _USABLE * memory_bytes or rows == 1 or options.micro_batch is not None:
             break

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter
@@ -13,6 +12,7 @@ from dflash_mlx.errors import DFlashError
 from dflash_mlx.hub.quantize import quantize_drafter
 from dflash_mlx.training.curves import Curve, draw_curves
 from dflash_mlx.training.state import write_atomic, write_json
+from dflash_mlx.training.trees import flat
 
 PUBLIC_FILES = ("config.json", "model.safetensors", "README.md", "curves.svg", "train.json")
 
@@ -64,7 +64,7 @@ def export_drafter(
     """
     config = config or checkpoint_config(drafter.config)
     config = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
-    weights = {name: x.astype(mx.bfloat16) for name, x in tree_flatten(drafter.parameters())}
+    weights = {name: x.astype(mx.bfloat16) for name, x in flat(drafter.parameters()).items()}
     mx.eval(weights)
     folder.mkdir(parents=True, exist_ok=True)
     if quantize is None:
@@ -88,14 +88,16 @@ def export_drafter(
 
 def _group_size(drafter: DFlashDrafter) -> int:
     """The largest of MLX's group sizes that divides the rows of every matrix."""
-    widths = {int(x.shape[1]) for _, x in tree_flatten(drafter.parameters()) if x.ndim == 2}
+    widths = {int(x.shape[1]) for x in flat(drafter.parameters()).values() if x.ndim == 2}
     for size in (64, 32):
         if all(width % size == 0 for width in widths):
             return size
     raise DFlashError(f"cannot quantize matrices of widths {sorted(widths)}: none of 64 and 32 divides them all.")
 
 
-def write_report(folder: Path, facts: dict[str, Any], *, losses: list[list[float]], replays: list[dict[str, Any]]) -> None:
+def write_report(
+    folder: Path, facts: dict[str, Any], *, losses: list[list[float]], replays: list[dict[str, Any]]
+) -> None:
     """train.json, curves.svg and the model card."""
     write_json(folder / "train.json", facts)
     picture = draw_curves(

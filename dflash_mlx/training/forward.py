@@ -1,17 +1,18 @@
 """The drafter's forward for training: many blocks of many sequences at once, with the decode loop's own modules.
 
-Block a of a sequence starts at anchor position n. Its rows see the target's features at positions below n and the rows of
-their own block, nothing else; positions and rotary embedding are those of the decode loop. So the scores are two small
+Block a of a sequence starts at anchor position n. Its rows see the target's features at positions below n and the rows
+of their own block, nothing else; positions and rotary embedding are those of the decode loop. So the scores are two
 parts joined in one softmax, context (A * K rows by T) and block (K by K), instead of A * K rows by T + A * K.
 """
 
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from dflash_mlx.drafters.dflash import DFlashDrafter, DraftAttention
-from dflash_mlx.targets.target import Target
 from dflash_mlx.targets.taps import tapped
+from dflash_mlx.targets.target import Target
 
 
 def target_features(target: Target, tokens: mx.array, layer_ids: Sequence[int]) -> mx.array:
@@ -43,9 +44,7 @@ def draft_hidden(
     context = drafter.hidden_norm(drafter.fc(features))
     for i, layer in enumerate(drafter.layers):
         window = config.sliding_window if config.layer_is_sliding(i) else None
-        seen = visible(
-            anchors, features.shape[1], config.block_size, causal=config.layer_is_causal(i), window=window
-        )
+        seen = visible(anchors, features.shape[1], config.block_size, causal=config.layer_is_causal(i), window=window)
         x = layer.input_layernorm(h)
         h = h + block_attention(layer.self_attn, x, context, drafter.rope, anchors, seen)
         h = h + layer.mlp(layer.post_attention_layernorm(h))
@@ -75,7 +74,7 @@ def block_attention(
     attention: DraftAttention,
     x: mx.array,
     context: mx.array,
-    rope: Callable[..., mx.array],
+    rope: nn.Module,
     anchors: mx.array,
     seen: tuple[mx.array, mx.array | None],
 ) -> mx.array:

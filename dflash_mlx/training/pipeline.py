@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model
 
 import dflash_mlx
 from dflash_mlx.drafters.dflash import DFlashDrafter
@@ -17,7 +18,7 @@ from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.registry import find_pair, parse_source
 from dflash_mlx.pair import load_pair
 from dflash_mlx.runtime import backend
-from dflash_mlx.targets.target import Target
+from dflash_mlx.targets.target import Target, wrap_model
 from dflash_mlx.training.batches import usable
 from dflash_mlx.training.config import make_drafter
 from dflash_mlx.training.data import batch_rows, data_finished, make_data, show
@@ -31,6 +32,10 @@ from dflash_mlx.training.state import locked, require_same
 from dflash_mlx.training.store import ConversationStore
 from dflash_mlx.training.template import ChatFrame, chat_frame
 from dflash_mlx.training.trainer import Trainer, budget_share, fresh_state, load_state
+from dflash_mlx.training.trees import count_bytes, count_parameters
+
+# A quantized target is expanded when it then takes no more than this share of the memory.
+_EXPANDED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,22 @@ def load(options: TrainOptions) -> Loaded:
     pair = load_pair(model=str(folder), draft=False, dtype=options.dtype)
     frame = chat_frame(pair.tokenizer, thinking=options.thinking)
     name = options.model or str(source)
-    return Loaded(name, folder, pair.target, pair.tokenizer, frame, pair.dtype)
+    return Loaded(name, folder, _fast_target(pair.target, pair.dtype), pair.tokenizer, frame, pair.dtype)
+
+
+def _fast_target(target: Target, dtype: mx.Dtype) -> Target:
+    """On CUDA a quantized target expanded, if there is room: for many rows quantized products are slow there."""
+    machine = backend()
+    quantized = target.config.get("quantization") or target.config.get("quantization_config")
+    if machine.kind != "cuda" or not quantized:
+        return target
+    weights = count_bytes(target.model.parameters())
+    if weights * 16 / int(quantized.get("bits", 4)) > _EXPANDED_SHARE * machine.memory_bytes:
+        return target
+    model = dequantize_model(target.model)
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return wrap_model(model, target.config)
 
 
 def target_identity(loaded: Loaded) -> dict[str, Any]:
@@ -198,22 +218,20 @@ def _export_stage(
         export_drafter(trainer.drafter, options.out, config=config, quantize=options.quantize)
         facts = collect_facts(loaded, trainer, store, options)
         facts["replay"] = final.to_json() if final else None
-        report = {"losses": trainer.state.losses, "replays": trainer.state.replays}
-        write_report(options.out, facts, **report)
+        losses, replays = trainer.state.losses, trainer.state.replays
+        write_report(options.out, facts, losses=losses, replays=replays)
         if options.measure:
             pair = load_exported(loaded.target, loaded.tokenizer, options.out, dtype=loaded.dtype)
             facts["measured"] = measure_pair(
                 pair, held[: options.measure], max_tokens=options.measure_tokens, deadline=deadline, progress=progress
             )
-            write_report(options.out, facts, **report)
+            write_report(options.out, facts, losses=losses, replays=replays)
         if options.push:
             progress.say(f"uploaded to {push(options.out, options.push)}")
     return facts
 
 
-def collect_facts(
-    loaded: Loaded, trainer: Trainer, store: ConversationStore, options: TrainOptions
-) -> dict[str, Any]:
+def collect_facts(loaded: Loaded, trainer: Trainer, store: ConversationStore, options: TrainOptions) -> dict[str, Any]:
     """What the model card and train.json say."""
     machine = backend()
     _, held = store.split(options.holdout)
@@ -235,7 +253,7 @@ def collect_facts(
     return {
         "target": loaded.name,
         "license": options.license,
-        "parameters": sum(int(x.size) for x in _leaves(trainer.state.parameters)),
+        "parameters": count_parameters(trainer.state.parameters),
         "steps": trainer.state.step,
         "training_minutes": trainer.state.seconds / 60,
         "data_minutes": store.seconds / 60,
@@ -252,12 +270,6 @@ def collect_facts(
         },
         "recipe": recipe,
     }
-
-
-def _leaves(tree: dict[str, Any]) -> list[mx.array]:
-    from mlx.utils import tree_flatten
-
-    return [x for _, x in tree_flatten(tree)]
 
 
 def _itemsize(dtype: mx.Dtype) -> int:

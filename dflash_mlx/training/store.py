@@ -105,7 +105,8 @@ class ConversationStore:
     def split(self, holdout: float) -> tuple[list[Conversation], list[Conversation]]:
         """(training, held out). A conversation's side hangs on its prompt alone, so it stays when data is added."""
         limit = int(holdout * 2**64)
-        training, held = [], []
+        training: list[Conversation] = []
+        held: list[Conversation] = []
         for conversation in self.conversations:
             (held if _scramble(conversation.prompt_key()) < limit else training).append(conversation)
         return training, held
@@ -114,7 +115,7 @@ class ConversationStore:
 def write_shard(path: Path, conversations: list[Conversation], meta: dict[str, Any], *, wide: bool) -> None:
     kind = np.uint32 if wide else np.uint16
     arrays = {
-        "tokens": np.concatenate([c.tokens for c in conversations]).astype(kind) if conversations else np.zeros(0, kind),
+        "tokens": np.concatenate([np.zeros(0, kind), *(c.tokens.astype(kind) for c in conversations)]),
         "lengths": np.array([len(c.tokens) for c in conversations], np.int32),
         "spans": np.array([span for c in conversations for span in c.spans], np.int32).reshape(-1, 2),
         "span_counts": np.array([len(c.spans) for c in conversations], np.int32),

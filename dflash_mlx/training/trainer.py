@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_map, tree_unflatten
 
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import CheckpointError
@@ -25,13 +25,12 @@ from dflash_mlx.training.options import TrainOptions
 from dflash_mlx.training.progress import Progress
 from dflash_mlx.training.state import write_atomic
 from dflash_mlx.training.store import Conversation
+from dflash_mlx.training.trees import Tree, flat
 
 # Steps that may be on their way at once; then the host waits for the oldest one's loss.
 _IN_FLIGHT = 3
 _LOG_EVERY = 50
 _HISTORY_POINTS = 400
-
-Tree = dict[str, Any]
 
 
 @dataclass
@@ -59,8 +58,8 @@ def fresh_state(drafter: DFlashDrafter, options: TrainOptions) -> TrainState:
 
 def save_state(path: Path, state: TrainState) -> None:
     """Write the state as one safetensors file, whole or not at all."""
-    arrays = {f"parameters.{name}": x for name, x in tree_flatten(state.parameters)}
-    arrays |= {f"optimizer.{name}": x for name, x in tree_flatten(state.optimizer)}
+    arrays = {f"parameters.{name}": x for name, x in flat(state.parameters).items()}
+    arrays |= {f"optimizer.{name}": x for name, x in flat(state.optimizer).items()}
     progress = {
         "step": state.step,
         "seconds": state.seconds,
@@ -158,7 +157,7 @@ class Trainer:
                 pending.append(self._step(parts, learning_rate(options, share=share, step=state.step)))
                 state.step, state.place = state.step + 1, place
                 if len(pending) >= _IN_FLIGHT:
-                    recent.append(pending.popleft().item())
+                    recent.append(float(pending.popleft().item()))
                 if state.step % _LOG_EVERY == 0:
                     self._log(recent, progress, share)
                 if now - evaluated >= options.eval_seconds:
@@ -167,7 +166,7 @@ class Trainer:
                 if now - saved >= options.checkpoint_seconds:
                     self.save()
                     saved = time.monotonic()
-        recent += [loss.item() for loss in pending]
+        recent += [float(loss.item()) for loss in pending]
         self._log(recent, progress, share)
         state.seconds = time.monotonic() - began
         self.save()
@@ -199,9 +198,7 @@ class Trainer:
     def evaluate(self, held_out: list[Conversation], progress: Progress) -> Replay | None:
         """Replay acceptance of the present weights; kept in the state's history."""
         self.load_weights()
-        result = replay(
-            self.target, self.drafter, held_out, longest=self.options.max_length, chunk=self.chunk
-        )
+        result = replay(self.target, self.drafter, held_out, longest=self.options.max_length, chunk=self.chunk)
         if result is not None:
             self.state.replays.append({"step": self.state.step, "seconds": self.state.seconds, **result.to_json()})
             progress.say(
@@ -263,9 +260,7 @@ def compile_step(
             chunk=chunk,
         )
 
-    def apply(
-        parameters: Tree, state: Tree, gradients: Tree, rate: mx.array, scale: mx.array
-    ) -> tuple[Tree, Tree]:
+    def apply(parameters: Tree, state: Tree, gradients: Tree, rate: mx.array, scale: mx.array) -> tuple[Tree, Tree]:
         gradients = tree_map(lambda g: g * scale, gradients)
         gradients, _ = optim.clip_grad_norm(gradients, options.clip)
         optimizer.state = state

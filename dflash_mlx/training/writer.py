@@ -116,7 +116,7 @@ class _Rows:
         }
         zeros = mx.zeros((count,), dtype=mx.int32)
         # part; tokens so far in that part; answers finished.
-        self.place = (zeros + SCRIPT, zeros, zeros)
+        self.place: tuple[mx.array, ...] = (zeros + SCRIPT, zeros, zeros)
         self.after_script = USER if plan.user_follows else ANSWER
         self.choose = compiled(partial(_choose, frame=frame, limits=limits, after_script=self.after_script))
         self.last: mx.array | None = None
