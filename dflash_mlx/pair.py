@@ -18,7 +18,6 @@ from dflash_mlx.drafters.dflash import DFlashDrafter, load_drafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.registry import ModelSource, find_pair, find_pair_for_target, parse_source
-from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target, load_target
 
 Report = Callable[[str, float | None], None]
@@ -119,7 +118,7 @@ def load_pair(
     drafter = None
     if drafter_folder is not None:
         report("loading the drafter", None)
-        drafter = load_drafter(drafter_folder, dtype=activations, keep_quantized=backend().kind != "cpu")
+        drafter = load_drafter(drafter_folder, dtype=activations)
         check_shapes(target, drafter)
     pair = ModelPair(
         name=label,

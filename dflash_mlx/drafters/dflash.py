@@ -17,6 +17,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from dflash_mlx.drafters.config import DraftConfig, parse_draft_config
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.targets.target import expand, keeps_quantized
 
 
 class DraftAttention(nn.Module):
@@ -170,11 +171,12 @@ def attention_mask(
     return context | inside
 
 
-def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool) -> DFlashDrafter:
+def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None = None) -> DFlashDrafter:
     """Read a drafter folder: config.json and safetensors in the public layout, quantized or not.
 
     `dtype` is the type of activations and unquantized weights; never float16, in which DFlash drafters
-    overflow. Quantized weights are expanded unless `keep_quantized`. Raises CheckpointError.
+    overflow. Quantized weights are kept or expanded as `keep_quantized` says; None does what is faster here.
+    Raises CheckpointError.
     """
     if dtype == mx.float16:
         dtype = mx.bfloat16
@@ -202,19 +204,15 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool) -> DFla
         drafter.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
         raise CheckpointError(f"the drafter's weights in {folder} do not fit its config.json: {error}") from error
-    # Scales are widened before weights are expanded, so that no bit is lost on the way.
-    drafter.set_dtype(dtype)
+    if keep_quantized is None:
+        keep_quantized = keeps_quantized(drafter, dtype)
     if quantization and not keep_quantized:
-        drafter = _dequantize(drafter)
+        drafter = cast(DFlashDrafter, expand(drafter, dtype))
+    else:
+        drafter.set_dtype(dtype)
     drafter.eval()
     mx.eval(drafter.parameters())
     return drafter
-
-
-def _dequantize(drafter: DFlashDrafter) -> DFlashDrafter:
-    from mlx_lm.utils import dequantize_model
-
-    return cast(DFlashDrafter, dequantize_model(drafter))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

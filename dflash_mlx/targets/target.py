@@ -13,6 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from dflash_mlx.errors import CheckpointError, PairError
 from dflash_mlx.targets.taps import tapped
 
+# On CUDA a quantized model is expanded while it then takes no more than this share of the memory.
+_EXPANDED_SHARE = 0.25
+
 
 @dataclass
 class Target:
@@ -127,25 +130,47 @@ def _find_inner(model: nn.Module) -> nn.Module | None:
 def load_target(folder: Path, *, dtype: str) -> tuple[Target, mx.Dtype]:
     """Load a model folder with mlx-lm. `dtype` is a name or "auto" (see `runtime.resolve_dtype`).
 
-    On a CPU quantized weights are expanded: MLX's quantized products are several times slower there than
-    float32 ones. The checkpoint's own Python is never run. Returns the target and its activation dtype.
-    Raises CheckpointError.
+    Quantized weights are expanded where MLX's quantized products are slower than plain ones: on a CPU, and on CUDA
+    while the expanded model takes little of the memory. The checkpoint's own Python is never run. Returns the target
+    and its activation dtype. Raises CheckpointError.
     """
-    from mlx_lm.utils import dequantize_model, load_model
+    from mlx_lm.utils import load_model
 
-    from dflash_mlx.runtime import backend, resolve_dtype
+    from dflash_mlx.runtime import resolve_dtype
 
     try:
         model, config = load_model(folder, lazy=True)
     except (ValueError, FileNotFoundError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointError(f"cannot load the model in {folder}: {error}") from error
     wanted = resolve_dtype(dtype, model_dtype=_activation_dtype(model))
-    # Scales and offsets are widened before the weights are expanded, so that no bit is lost on the way.
-    model.set_dtype(wanted)
-    if backend().kind == "cpu":
-        model = dequantize_model(model)
+    if keeps_quantized(model, wanted):
+        model.set_dtype(wanted)
+    else:
+        model = expand(model, wanted)
     mx.eval(model.parameters())
     return wrap_model(model, config), wanted
+
+
+def keeps_quantized(model: nn.Module, dtype: mx.Dtype) -> bool:
+    """Whether this machine computes faster with a model's quantized weights than with expanded ones."""
+    from mlx_lm.utils import get_total_parameters
+
+    from dflash_mlx.runtime import backend
+
+    machine = backend()
+    if machine.kind == "cuda":
+        return bool(get_total_parameters(model) * dtype.size > _EXPANDED_SHARE * machine.memory_bytes)
+    return machine.kind == "metal"
+
+
+def expand(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
+    """Dequantize a model's weights into `dtype`, by way of float32, so that no bit is lost before the last rounding."""
+    from mlx_lm.utils import dequantize_model
+
+    model.set_dtype(mx.float32)
+    model = dequantize_model(model)
+    model.set_dtype(dtype)
+    return model
 
 
 def _activation_dtype(model: nn.Module) -> mx.Dtype:
