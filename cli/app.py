@@ -12,6 +12,7 @@ import typer
 from dflash_mlx import __version__
 from dflash_mlx.cli import bench, chat, doctor, generate, models
 from dflash_mlx.cli.output import styled
+from dflash_mlx.cli.train import train_command
 from dflash_mlx.errors import DFlashError
 
 INTERRUPTED = 128 + 2  # as a shell reports SIGINT

@@ -11,7 +11,7 @@ from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.hub.quantize import quantize_drafter
 from dflash_mlx.training.curves import Curve, draw_curves
-from dflash_mlx.training.state import write_atomic, write_json
+from dflash_mlx.training.state import write_atomic, write_json, write_text
 from dflash_mlx.training.trees import flat
 
 PUBLIC_FILES = ("config.json", "model.safetensors", "README.md", "curves.svg", "train.json")
@@ -111,7 +111,7 @@ def write_report(
         ]
     )
     for name, text in (("curves.svg", picture), ("README.md", model_card(facts))):
-        write_atomic(folder / name, lambda part, text=text: part.write_text(text, encoding="utf-8") and None)  # type: ignore[misc]
+        write_text(folder / name, text)
 
 
 def model_card(facts: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The loss: cross-entropy of same-position labels, weighted by how much each position matters for acceptance."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -63,7 +63,7 @@ def _recomputed_loss(head: Head) -> Callable[[mx.array, mx.array], mx.array]:
         _, (gradient,) = mx.vjp(head, [hidden], [(wrong * cotangent[:, None]).astype(logits.dtype)])
         return gradient, mx.zeros_like(labels)
 
-    return loss
+    return cast(Callable[[mx.array, mx.array], mx.array], loss)
 
 
 def _pick(logits: mx.array, labels: mx.array) -> mx.array:

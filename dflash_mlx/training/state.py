@@ -20,7 +20,7 @@ from typing import Any
 from dflash_mlx.errors import CheckpointError, DFlashError, UsageError
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write(temporary path)` make the file and put it in place of `path`. The suffix is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.part{path.suffix}")
@@ -30,9 +30,12 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     temporary.replace(path)
 
 
+def write_text(path: Path, text: str) -> None:
+    write_atomic(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
 def write_json(path: Path, value: Any) -> None:
-    text = json.dumps(value, indent=2) + "\n"
-    write_atomic(path, lambda part: part.write_text(text, encoding="utf-8") and None)
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -157,7 +157,7 @@ class Trainer:
                 pending.append(self._step(parts, learning_rate(options, share=share, step=state.step)))
                 state.step, state.place = state.step + 1, place
                 if len(pending) >= _IN_FLIGHT:
-                    recent.append(float(pending.popleft().item()))
+                    recent.append(_number(pending.popleft()))
                 if state.step % _LOG_EVERY == 0:
                     self._log(recent, progress, share)
                 if now - evaluated >= options.eval_seconds:
@@ -166,7 +166,7 @@ class Trainer:
                 if now - saved >= options.checkpoint_seconds:
                     self.save()
                     saved = time.monotonic()
-        recent += [float(loss.item()) for loss in pending]
+        recent += [_number(loss) for loss in pending]
         self._log(recent, progress, share)
         state.seconds = time.monotonic() - began
         self.save()
@@ -298,6 +298,12 @@ def block_loss(
         chunk=chunk,
     ).reshape(labels.shape)
     return weighted_loss(losses, valid, kind=options.weights, alpha=options.alpha, gamma=options.decay)
+
+
+def _number(x: mx.array) -> float:
+    """Wait for a scalar."""
+    value: Any = x.item()
+    return float(value)
 
 
 def _cast(tree: Tree, dtype: mx.Dtype) -> Tree:
