@@ -1,18 +1,19 @@
 """The command `dflash-mlx`: its commands, and the one place where errors become a line and an exit code."""
 
+import inspect
 import logging
 import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import bench, chat, doctor, generate, models
+from dflash_mlx.cli import bench, chat, doctor, generate, models, train
 from dflash_mlx.cli.output import styled
-from dflash_mlx.cli.train import train_command
 from dflash_mlx.errors import DFlashError
 
 INTERRUPTED = 128 + 2  # as a shell reports SIGINT
@@ -37,11 +38,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command("generate", epilog=generate.EXAMPLES)(generate.generate_command)
-app.command("chat", epilog=chat.EXAMPLES)(chat.chat_command)
-app.command("bench", epilog=bench.EXAMPLES)(bench.bench_command)
+
+
+def _add(name: str, command: Callable[..., None], epilog: str | None = None) -> None:
+    """Register a command. Its docstring's paragraphs become single lines, which the terminal wraps."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    app.command(name, help="\n\n".join(" ".join(p.split()) for p in paragraphs), epilog=epilog)(command)
+
+
+_add("generate", generate.generate_command, generate.EXAMPLES)
+_add("chat", chat.chat_command, chat.EXAMPLES)
+_add("bench", bench.bench_command, bench.EXAMPLES)
 app.add_typer(models.models_app, name="models", epilog=models.EXAMPLES)
-app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor_command)
+_add("train", train.train_command)
+_add("doctor", doctor.doctor_command, doctor.EXAMPLES)
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,8 +4,8 @@ import sys
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.conversation import Conversation
-from dflash_mlx.cli.line_input import LineInput, quiet_keyboard
-from dflash_mlx.cli.live import LiveText
+from dflash_mlx.cli.line_input import LineInput
+from dflash_mlx.cli.live import LiveText, quiet_keyboard
 from dflash_mlx.cli.output import note, styled, summary
 from dflash_mlx.errors import DFlashError
 
@@ -70,16 +70,22 @@ def talk(conversation: Conversation, lines: LineInput, *, stats: bool) -> None:
     # Typer has no need for chat commands unless one chats.
     from dflash_mlx.cli import chat_commands
 
+    pressed = False  # Ctrl-C was the last thing that happened.
     while True:
         try:
             turn = lines.read()
         except KeyboardInterrupt:
             note("")
-            return
+            if pressed:
+                return
+            pressed = True
+            note("Ctrl-C once more leaves; so does Ctrl-D.")
+            continue
         if turn is None:
             if lines.interactive:
                 note("")
             return
+        pressed = False
         if not turn.strip():
             continue
         try:
@@ -87,6 +93,7 @@ def talk(conversation: Conversation, lines: LineInput, *, stats: bool) -> None:
                 note(chat_commands.run(turn, conversation), style="cyan")
             else:
                 take_turn(conversation, turn.strip(), stats=stats)
+                pressed = conversation.interrupted
         except chat_commands.LeaveChat:
             return
         except DFlashError as error:

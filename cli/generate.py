@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_mlx.cli import options
-from dflash_mlx.cli.live import LiveText
+from dflash_mlx.cli.live import LiveText, quiet_keyboard
 from dflash_mlx.cli.output import live_line, note, summary
 from dflash_mlx.errors import PromptError, UsageError
 
@@ -115,7 +115,7 @@ def answer(
     token_ids: list[int] = []
     notices: list[str] = []
     last = None
-    with LiveText(echo=echo) as live:
+    with quiet_keyboard(), LiveText(echo=echo) as live:
         for response in stream_generate(pair, prompt, params, draft=draft):
             token_ids += response.token_ids
             live.write(response.text, live_line(response))

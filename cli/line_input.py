@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_mlx.cli.output import is_terminal
@@ -111,22 +110,3 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-
-
-@contextlib.contextmanager
-def quiet_keyboard() -> Iterator[None]:
-    """Typed characters wait for the next prompt instead of appearing inside the answer. Ctrl-C still works."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    import termios
-
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    during = termios.tcgetattr(descriptor)
-    during[3] &= ~termios.ECHO
-    termios.tcsetattr(descriptor, termios.TCSADRAIN, during)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -7,8 +7,12 @@ certain: a terminal whose last column has just been filled wraps with the next c
 that, so then the line waits for the next piece of text.
 """
 
+import os
 import sys
+import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.cells import cell_len, set_cell_size
@@ -103,3 +107,25 @@ class LiveText:
         sys.stderr.write(_ERASE_BELOW if self._text_on_screen else _ERASE_LINE)
         sys.stderr.flush()
         self._drawn = False
+
+
+@contextmanager
+def quiet_keyboard() -> Iterator[None]:
+    """Typed characters wait for the next prompt instead of appearing inside the answer. Ctrl-C still works."""
+    try:
+        descriptor = sys.stdin.fileno()
+        # A job in the background must not touch the terminal: the system would stop it.
+        foreground = os.isatty(descriptor) and os.tcgetpgrp(descriptor) == os.getpgrp()
+    except (OSError, ValueError):
+        foreground = False
+    if not foreground:
+        yield
+        return
+    before = termios.tcgetattr(descriptor)
+    during = termios.tcgetattr(descriptor)
+    during[3] &= ~termios.ECHO
+    termios.tcsetattr(descriptor, termios.TCSADRAIN, during)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

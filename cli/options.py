@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dflash_mlx.cli.live import quiet_keyboard
 from dflash_mlx.cli.output import LoadProgress
 from dflash_mlx.cli.settings import parser
 
@@ -182,7 +183,7 @@ class ModelChoice:
 
     def open(self) -> "ModelPair":
         """Load it, with progress on stderr. Raises what `load_pair` raises."""
-        with LoadProgress() as progress:
+        with quiet_keyboard(), LoadProgress() as progress:
             # The import takes a second or two; the user should see why.
             progress.report("starting MLX", None)
             from dflash_mlx import load_pair

@@ -6,6 +6,7 @@ stdout carries results only. Everything here writes to stderr, in colour only on
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
@@ -31,7 +32,10 @@ def styled(text: str, style: str, stream: TextIO) -> str:
 
 
 def note(text: str, *, style: str = "dim") -> None:
-    """A line on stderr."""
+    """Words on stderr, broken between words where a terminal is narrow."""
+    if is_terminal(sys.stderr):
+        room = max(20, terminal_width() - 1)
+        text = "\n".join("\n".join(textwrap.wrap(line, room)) for line in text.split("\n"))
     print(styled(text, style, sys.stderr), file=sys.stderr, flush=True)
 
 

@@ -1,14 +1,15 @@
-"""Facts about this machine: the backend MLX runs on, its memory, safe dtypes, and the fast BLAS on Linux."""
+"""Facts about this machine: the backend MLX runs on, its memory, safe dtypes, and the fast BLAS on Linux.
+
+Every start of the command line imports this module, so what takes milliseconds to import is imported where it is used.
+"""
 
 import ctypes
 import glob
 import os
-import platform
-import subprocess
+import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_mlx.errors import UsageError
@@ -16,6 +17,7 @@ from dflash_mlx.errors import UsageError
 if TYPE_CHECKING:
     import mlx.core as mx
 
+MINIMUM_MLX = (0, 32, 2)  # as in pyproject.toml
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _OPENBLAS = (
     "/usr/lib/*-linux-gnu*/openblas-pthread/libblas.so.3",
@@ -67,24 +69,27 @@ def load_fast_blas() -> str | None:
 @cache
 def backend() -> Backend:
     """Look at the machine, once. Imports MLX."""
+    import platform
+    from importlib import metadata
+
     import mlx.core as mx
 
     kind: Literal["metal", "cuda", "cpu"] = "cpu"
     if mx.default_device() == mx.gpu:
         kind = "metal" if mx.metal.is_available() else "cuda"
     chip = _chip_name() if kind == "cpu" else str(mx.device_info().get("device_name", "unknown"))
-    memory = _memory_bytes(kind)
-    return Backend(
+    facts = Backend(
         kind=kind,
         chip=chip,
-        memory_bytes=memory,
+        memory_bytes=_memory_bytes(kind),
         mlx_version=metadata.version("mlx"),
         mlx_lm_version=metadata.version("mlx-lm"),
         blas=_loaded_blas,
         python=platform.python_version(),
         os=_os_name(),
-        advice=tuple(_advice(kind, chip)),
+        advice=(),
     )
+    return replace(facts, advice=_advice(facts))
 
 
 def resolve_dtype(name: str, *, model_dtype: "mx.Dtype") -> "mx.Dtype":
@@ -116,6 +121,8 @@ def _memory_bytes(kind: str) -> int:
 
 
 def _chip_name() -> str:
+    import platform
+
     if sys.platform == "darwin":
         return _output_of("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
     try:
@@ -125,10 +132,16 @@ def _chip_name() -> str:
                     return line.split(":", 1)[1].strip()
     except OSError:
         pass
+    # The kernel of most arm64 machines names no model; lscpu knows the cores by their numbers.
+    for line in _output_of("lscpu").splitlines():
+        if line.startswith("Model name:"):
+            return line.split(":", 1)[1].strip()
     return platform.machine()
 
 
 def _os_name() -> str:
+    import platform
+
     if sys.platform == "darwin":
         return f"macOS {platform.mac_ver()[0]} ({platform.machine()})"
     try:
@@ -138,31 +151,68 @@ def _os_name() -> str:
     return f"{name} ({platform.machine()})"
 
 
-def _advice(kind: str, chip: str) -> list[str]:
+def _advice(facts: Backend) -> tuple[str, ...]:
+    """What would make this machine faster, or keep it from failing."""
     advice = []
-    if sys.platform == "linux" and kind == "cpu":
-        if _loaded_blas is None:
-            advice.append(
-                "install OpenBLAS; float32 products become 5 to 30 times faster: "
-                "sudo apt-get install libopenblas0-pthread (Fedora: sudo dnf install openblas-threads)"
-            )
-        if _output_of("nvidia-smi", "-L"):
-            advice.append(
-                "this machine has an NVIDIA GPU and MLX was installed for the CPU: pip install 'dflash-mlx[cuda]' "
-                "and then pip install --force-reinstall --no-deps mlx-cuda-13"
-            )
+    if sys.platform == "linux" and facts.kind == "cpu":
+        advice += _linux_advice(facts)
     if sys.platform == "darwin":
-        if platform.machine() != "arm64":
-            advice.append("use a Python built for Apple Silicon (arm64); this one runs translated or on an Intel Mac")
-        elif kind == "cpu":
-            advice.append("MLX finds no Metal device; macOS 14 or newer on Apple Silicon is needed")
-        elif chip.startswith(("Apple M1", "Apple M2")):
-            advice.append("this chip has no native bfloat16: --dtype float16 can be faster (the drafter never uses it)")
+        advice += _mac_advice(facts)
+    if _version(facts.mlx_version) < MINIMUM_MLX:
+        wanted = ".".join(map(str, MINIMUM_MLX))
+        advice.append(f"MLX {facts.mlx_version} is older than {wanted}: pip install --upgrade mlx mlx-lm")
+    if facts.memory_bytes < 8e9:
+        advice.append(
+            f"{facts.memory_bytes / 2**30:.0f} GiB of memory suit models up to about 4 GB on disk; close other programs, "
+            "and take a 4-bit model"
+        )
+    return tuple(advice)
+
+
+def _linux_advice(facts: Backend) -> list[str]:
+    advice = []
+    if facts.blas is None:
+        advice.append(
+            "install OpenBLAS; float32 products become 5 to 30 times faster: "
+            "sudo apt-get install libopenblas0-pthread (Fedora: sudo dnf install openblas-threads)"
+        )
+    if _output_of("nvidia-smi", "-L"):
+        # The CPU's and the GPU's build of MLX are one file in two packages; the one that was installed last counts.
+        advice.append(
+            "this machine has an NVIDIA GPU and MLX was installed for the CPU: pip install 'dflash-mlx[cuda]', then "
+            f"pip install --force-reinstall --no-deps mlx-cuda-13=={facts.mlx_version}"
+        )
     return advice
+
+
+def _mac_advice(facts: Backend) -> list[str]:
+    import platform
+
+    if platform.machine() != "arm64":
+        if _output_of("sysctl", "-n", "sysctl.proc_translated") == "1":
+            return ["this Python was built for Intel and runs translated: install one for Apple Silicon (arm64)"]
+        return ["MLX needs a Mac with Apple Silicon; this one has an Intel processor"]
+    advice = []
+    if facts.kind == "cpu":
+        advice.append(
+            "MLX finds no Metal device: macOS 14 or newer on Apple Silicon is needed, outside a virtual machine"
+        )
+    if facts.chip.startswith(("Apple M1", "Apple M2")):
+        advice.append("this chip has no native bfloat16: --dtype float16 can be faster (the drafter never uses it)")
+    if facts.chip.startswith("Apple M5") and _version(platform.mac_ver()[0]) < (26, 2):
+        advice.append("macOS 26.2 or newer lets MLX use this chip's neural accelerators, which makes prompts faster")
+    return advice
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "0.32.4.dev1" -> (0, 32, 4)."""
+    return tuple(map(int, re.findall(r"\d+", text)[:3]))
 
 
 def _output_of(*command: str) -> str:
     """A short command's output, or "" when it cannot be run."""
+    import subprocess
+
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
