@@ -50,7 +50,7 @@ _add("generate", generate.generate_command, generate.EXAMPLES)
 _add("chat", chat.chat_command, chat.EXAMPLES)
 _add("bench", bench.bench_command, bench.EXAMPLES)
 app.add_typer(models.models_app, name="models", epilog=models.EXAMPLES)
-_add("train", train.train_command)
+_add("train", train.train_command, train.EXAMPLES)
 _add("doctor", doctor.doctor_command, doctor.EXAMPLES)
 
 

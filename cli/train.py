@@ -5,11 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-_EXAMPLES = """
-Make a drafter for any target: the target writes conversations, a drafter learns from them, and what it reaches is
-measured. Everything is kept in --out; the same command continues after a stop or a kill.
-
-Examples:
+EXAMPLES = """[bold]Examples[/bold]
 
   dflash-mlx train --model mlx-community/Qwen3-0.6B-4bit --out my-drafter
 
@@ -100,6 +96,10 @@ def train_command(
     license: Annotated[str | None, _option("--license", "License for the model card.", _RESULT)] = None,
     push: Annotated[str | None, _option("--push", "Upload to this Hub repository.", _RESULT)] = None,
 ) -> None:
+    """Make a drafter for a model: it writes conversations, a drafter learns from them, and the result is measured.
+
+    Everything is kept in --out. The same command continues after a stop or a kill.
+    """
     given = dict(locals())
     del given["show"]
     from dflash_mlx.training.options import TrainOptions
@@ -116,9 +116,6 @@ def train_command(
     result = run(options)
     if result.stage == "done":
         typer.echo(str(result.out))
-
-
-train_command.__doc__ = _EXAMPLES
 
 
 def parse_taps(text: str | None) -> dict[str, Any]:
