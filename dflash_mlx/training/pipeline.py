@@ -111,7 +111,7 @@ def load(options: TrainOptions) -> Loaded:
         folder = ensure_model(source, report=lambda message, fraction: progress.update(fraction or 0.0, message))
     pair = load_pair(model=str(folder), draft=False, dtype=options.dtype)
     frame = chat_frame(pair.tokenizer, thinking=options.thinking)
-    name = options.model or str(source)
+    name = folder.name if source.kind == "folder" else str(source)
     return Loaded(name, folder, _fast_target(pair.target, pair.dtype), pair.tokenizer, frame, pair.dtype)
 
 
