@@ -129,7 +129,7 @@ if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     if [ "$(uname -s)" = Linux ]; then check_linux; fi
     make_venv
 fi
-say "installing dflash-mlx and what it needs into $VENV (about 150 MB to download the first time)"
+say "installing dflash-mlx and what it needs into $VENV (350 MB on disk)"
 "$VENV/bin/python" -m pip install --disable-pip-version-check --editable "$what" >&2 ||
     fail "pip could not install the project; its own message is above." \
         "Behind a proxy or a mirror, set it up for pip as usual and run make again."
