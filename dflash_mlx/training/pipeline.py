@@ -20,6 +20,7 @@ from dflash_mlx.pair import load_pair
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target, wrap_model
 from dflash_mlx.training.batches import usable
+from dflash_mlx.training.checkpoint import budget_share, fresh_state, load_state
 from dflash_mlx.training.config import make_drafter
 from dflash_mlx.training.data import batch_rows, data_finished, make_data, show
 from dflash_mlx.training.estimate import Estimate, estimate
@@ -31,7 +32,7 @@ from dflash_mlx.training.progress import Progress
 from dflash_mlx.training.state import locked, require_same
 from dflash_mlx.training.store import ConversationStore
 from dflash_mlx.training.template import ChatFrame, chat_frame
-from dflash_mlx.training.trainer import Trainer, budget_share, fresh_state, load_state
+from dflash_mlx.training.trainer import Trainer
 from dflash_mlx.training.trees import count_bytes, count_parameters
 
 # A quantized target is expanded when it then takes no more than this share of the memory.
