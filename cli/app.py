@@ -7,9 +7,10 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from dflash_mlx import __version__
 from dflash_mlx.cli import bench, chat, doctor, generate, models, train
@@ -23,8 +24,30 @@ READER_GONE = 128 + 13  # as a shell reports SIGPIPE
 _ClickUsageError = typer.BadParameter.__mro__[1]
 _ClickException = typer.BadParameter.__mro__[2]
 
+
+class _Interrupted(Exception):  # noqa: N818  not an error
+    """Ctrl-C, on its way past Typer."""
+
+
+class _ReaderGone(Exception):  # noqa: N818  not an error
+    """A broken pipe, on its way past Typer."""
+
+
+class _Commands(TyperGroup):
+    """Typer turns these two into exit codes of its own, without a word; here they get past it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _Interrupted from None
+        except BrokenPipeError:
+            raise _ReaderGone from None
+
+
 app = typer.Typer(
     name="dflash-mlx",
+    cls=_Commands,
     help="\n\n".join(
         (
             "Make a language model answer sooner, with the very same words.",
@@ -89,9 +112,9 @@ def main(argv: list[str] | None = None) -> int:
         code = typer.main.get_command(app).main(args=arguments, prog_name="dflash-mlx", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except BrokenPipeError:
+    except (_ReaderGone, BrokenPipeError):
         return _leave_quietly()
-    except (KeyboardInterrupt, typer.Abort):
+    except (_Interrupted, KeyboardInterrupt, typer.Abort):
         _say("stopped.", "dim")
         return INTERRUPTED
     except Exception as error:

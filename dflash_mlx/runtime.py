@@ -27,6 +27,7 @@ _OPENBLAS = (
     "/usr/lib64/libopenblas.so.0",
     "/usr/lib/libopenblas.so",
 )
+_OPENBLAS_NAMES = ("libopenblasp.so.0", "libopenblas.so.0")  # wherever the system's linker finds them
 _loaded_blas: str | None = None
 
 
@@ -56,7 +57,8 @@ def load_fast_blas() -> str | None:
     """
     global _loaded_blas
     if _loaded_blas is None and sys.platform == "linux" and "mlx.core" not in sys.modules:
-        for path in (found for pattern in _OPENBLAS for found in sorted(glob.glob(pattern))):
+        paths = [found for pattern in _OPENBLAS for found in sorted(glob.glob(pattern))]
+        for path in (*paths, *_OPENBLAS_NAMES):
             try:
                 ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
             except OSError:
@@ -163,8 +165,8 @@ def _advice(facts: Backend) -> tuple[str, ...]:
         advice.append(f"MLX {facts.mlx_version} is older than {wanted}: pip install --upgrade mlx mlx-lm")
     if facts.memory_bytes < 8e9:
         advice.append(
-            f"{facts.memory_bytes / 2**30:.0f} GiB of memory suit models up to about 4 GB on disk; close other programs, "
-            "and take a 4-bit model"
+            f"{facts.memory_bytes / 2**30:.0f} GiB of memory suit models up to about 4 GB on disk: take 4-bit models, "
+            "and close other programs"
         )
     return tuple(advice)
 
@@ -194,9 +196,7 @@ def _mac_advice(facts: Backend) -> list[str]:
         return ["MLX needs a Mac with Apple Silicon; this one has an Intel processor"]
     advice = []
     if facts.kind == "cpu":
-        advice.append(
-            "MLX finds no Metal device: macOS 14 or newer on Apple Silicon is needed, outside a virtual machine"
-        )
+        advice.append("MLX finds no Metal device: it needs macOS 14 or newer, and no virtual machine")
     if facts.chip.startswith(("Apple M1", "Apple M2")):
         advice.append("this chip has no native bfloat16: --dtype float16 can be faster (the drafter never uses it)")
     if facts.chip.startswith("Apple M5") and _version(platform.mac_ver()[0]) < (26, 2):

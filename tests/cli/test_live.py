@@ -1,0 +1,88 @@
+"""Text and status line on one terminal, seen on a small terminal emulator."""
+
+import random
+
+import pytest
+from screen import Screen
+
+from dflash_mlx.cli import live
+from dflash_mlx.cli.live import LiveText
+
+STATUS = "~status~ that is much longer than the terminal is wide, so it must be cut"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch):
+    def make(columns: int, rows: int) -> Screen:
+        screen = Screen(columns, rows)
+        monkeypatch.setattr("sys.stdout", screen)
+        monkeypatch.setattr("sys.stderr", screen)
+        monkeypatch.setattr(live, "terminal_width", lambda: columns)
+        monkeypatch.setattr(live, "_SECONDS_BETWEEN_DRAWINGS", 0)
+        monkeypatch.setenv("TERM", "xterm")
+        return screen
+
+    return make
+
+
+def plain(text: str, columns: int, rows: int) -> list[str]:
+    screen = Screen(columns, rows)
+    screen.write(text)
+    return screen.text()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_text_never_tears(terminal, seed):
+    rng = random.Random(seed)
+    columns, rows = rng.choice([5, 8, 20]), rng.choice([2, 3, 6])
+    screen = terminal(columns, rows)
+    screen.write("$ command\n" * rng.randrange(4))
+    before = [line for line in screen.text() if line]
+    written = "\n".join(before) + "\n" if before else ""
+    with LiveText() as text:
+        for _ in range(rng.randrange(1, 30)):
+            piece = "".join(rng.choice("abc \n") for _ in range(rng.randrange(0, 9)))
+            text.write(piece, STATUS)
+            written += piece
+            shown = screen.text()
+            expected = plain(written, columns, rows)
+            # What stands on the terminal is the text, and below it at most the status line.
+            assert shown[: len(expected)] == expected
+            assert [line for line in shown[len(expected) :] if line] in ([], [STATUS[: columns - 1].rstrip()])
+    assert screen.text() == plain(written, columns, rows)
+
+
+def test_the_status_line_is_there_while_streaming_and_gone_afterwards(terminal):
+    screen = terminal(40, 5)
+    with LiveText() as text:
+        text.write("Hello", "12 tok/s")
+        assert screen.text() == ["Hello", "12 tok/s"]
+        text.write(" world", "13 tok/s")
+        assert screen.text() == ["Hello world", "13 tok/s"]
+    assert screen.text() == ["Hello world"]
+    assert (screen.row, screen.column) == (1, 0)
+
+
+def test_a_model_cannot_steer_the_terminal(terminal):
+    screen = terminal(40, 5)
+    with LiveText(status=False) as text:
+        text.write("a\x1b[2Jb\x07\x9bc\x7f", "")
+    assert screen.text() == ["a[2Jbc"]
+    assert text.text == "a\x1b[2Jb\x07\x9bc\x7f"  # what is kept is what the model said
+
+
+def test_a_dumb_terminal_gets_no_live_line(terminal, monkeypatch):
+    screen = terminal(40, 5)
+    monkeypatch.setenv("TERM", "dumb")
+    with LiveText() as text:
+        text.write("Hello", "12 tok/s")
+        assert screen.text() == ["Hello"]
+
+
+def test_without_a_terminal_text_passes_through_unchanged(capsys):
+    with LiveText() as text:
+        text.write("a\x1b[1m\n", "12 tok/s")
+        text.write("b", "13 tok/s")
+    captured = capsys.readouterr()
+    assert captured.out == "a\x1b[1m\nb"
+    assert captured.err == ""

@@ -1,0 +1,46 @@
+"""Words and pictures about an answer."""
+
+import io
+
+import pytest
+
+from dflash_mlx.cli import output
+from dflash_mlx.cli.output import picture, printable, styled
+
+
+@pytest.mark.parametrize(
+    ("rounds", "expected"),
+    [([], ""), ([(4, 0), (4, 4)], "▁█"), ([(7, n) for n in range(8)], "▁▂▃▄▅▆▇█"), ([(0, 0)], "▁")],
+)
+def test_each_round_is_a_bar(rounds, expected):
+    assert picture(rounds) == expected
+
+
+def test_only_the_last_rounds_are_shown():
+    assert picture([(1, 0)] * 5 + [(1, 1)] * 3, count=4) == "▁███"
+
+
+def test_bars_become_digits_where_there_are_no_block_characters():
+    assert picture([(4, 0), (4, 4)], unicode=False) == "07"
+    assert not output.can_draw(io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+
+
+def test_printable_keeps_letters_newlines_and_tabs():
+    assert printable("a\tb\nç日🙂\x1b[31m\x00\r") == "a\tb\nç日🙂[31m"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_only_on_a_terminal_that_wants_them(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert styled("x", "red", Terminal()) == "\x1b[31mx\x1b[0m"
+    assert styled("x", "red", io.StringIO()) == "x"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert styled("x", "red", Terminal()) == "x"
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert styled("x", "red", Terminal()) == "x"
