@@ -93,6 +93,10 @@ def train_command(
     measure: Annotated[int, _option("--measure", "Held-out prompts for the decode loop at the end.", _RESULT)] = 200,
     measure_tokens: Annotated[int, _option("--measure-tokens", "Longest answer there.", _RESULT)] = 256,
     quantize: Annotated[int | None, _option("--quantize", "Bits of the exported weights.", _RESULT)] = None,
+    draft_vocabulary: Annotated[
+        int | None,
+        _option("--draft-vocabulary", "Draft only so many tokens, the most frequent ones of the answers.", _RESULT),
+    ] = None,
     license: Annotated[str | None, _option("--license", "License for the model card.", _RESULT)] = None,
     push: Annotated[str | None, _option("--push", "Upload to this Hub repository.", _RESULT)] = None,
 ) -> None:

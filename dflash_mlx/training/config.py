@@ -1,8 +1,10 @@
 """The shape of the drafter that a target gets."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from dflash_mlx.checks import check_shapes
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter, load_drafter
 from dflash_mlx.errors import UsageError
@@ -51,10 +53,44 @@ def make_config(target: Target, tokenizer: Any, frame: ChatFrame, options: Train
 
 
 def make_drafter(target: Target, tokenizer: Any, frame: ChatFrame, options: TrainOptions) -> DFlashDrafter:
-    """A new drafter, or a copy of the one in `options.init_from` (whose shape then counts)."""
+    """A new drafter, or a copy of the one in `options.init_from`, whose shape then counts.
+
+    Raises UsageError where the options ask for another shape, PairError where it does not fit the target.
+    """
     if options.init_from is None:
         return DFlashDrafter(make_config(target, tokenizer, frame, options))
-    return warm_start(options.init_from)
+    drafter = warm_start(options.init_from)
+    refuse_other_shape(drafter.config, options)
+    check_shapes(target, drafter)
+    return drafter
+
+
+def refuse_other_shape(config: DraftConfig, options: TrainOptions) -> None:
+    """Raise UsageError naming every option that contradicts the drafter to start from. Defaults contradict nothing."""
+    held = {
+        "layers": config.num_hidden_layers,
+        "block_size": config.block_size,
+        "taps": config.target_layer_ids,
+        "num_taps": len(config.target_layer_ids),
+        "sliding_window": config.sliding_window,
+        "mask_token": config.mask_token_id,
+    }
+    defaults = {field.name: field.default for field in fields(options)}
+    conflicts = []
+    for name, value in held.items():
+        asked = getattr(options, name)
+        if asked not in (defaults[name], value):
+            label = "taps" if name == "num_taps" else name.replace("_", "-")
+            conflicts.append(f"--{label} {_words(asked)} where it has {_words(value)}")
+    if conflicts:
+        raise UsageError(
+            f"the drafter in {options.init_from} keeps its shape, but the options ask for {', '.join(conflicts)}. "
+            "Leave them out, or train without --init-from."
+        )
+
+
+def _words(value: Any) -> str:
+    return ",".join(str(x) for x in value) if isinstance(value, tuple) else str(value)
 
 
 def warm_start(folder: Path) -> DFlashDrafter:

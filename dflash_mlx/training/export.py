@@ -1,6 +1,7 @@
 """The finished drafter as a folder in the public checkpoint layout, with a model card and curves."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from dflash_mlx.training.state import write_atomic, write_json, write_text
 from dflash_mlx.training.trees import flat
 
 PUBLIC_FILES = ("config.json", "model.safetensors", "README.md", "curves.svg", "train.json")
+# What another checkpoint's config.json says about its own export.
+_NOT_KEPT = ("quantization", "quantization_config", "draft_token_ids")
 
 
 def checkpoint_config(config: DraftConfig) -> dict[str, Any]:
@@ -56,14 +59,22 @@ def checkpoint_config(config: DraftConfig) -> dict[str, Any]:
 
 
 def export_drafter(
-    drafter: DFlashDrafter, folder: Path, *, config: dict[str, Any] | None = None, quantize: int | None
+    drafter: DFlashDrafter,
+    folder: Path,
+    *,
+    config: dict[str, Any] | None = None,
+    quantize: int | None,
+    draft_token_ids: Sequence[int] = (),
 ) -> None:
     """Write config.json and model.safetensors (bfloat16, or `quantize` bits) to `folder`.
 
-    config: the config.json to keep, for a drafter that came from another checkpoint.
+    config: the config.json to keep, for a drafter that came from another checkpoint. draft_token_ids: the only tokens
+    to draft; empty for all.
     """
     config = config or checkpoint_config(drafter.config)
-    config = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+    config = {key: value for key, value in config.items() if key not in _NOT_KEPT}
+    nested = {key: value for key, value in (config.get("dflash_config") or {}).items() if key not in _NOT_KEPT}
+    config["dflash_config"] = nested | ({"draft_token_ids": list(draft_token_ids)} if draft_token_ids else {})
     weights = {name: x.astype(mx.bfloat16) for name, x in flat(drafter.parameters()).items()}
     mx.eval(weights)
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,6 +165,7 @@ def model_card(facts: dict[str, Any]) -> str:
         "",
         *_figures(facts),
         "",
+        *_vocabulary(facts),
         f"License: {facts['license'] or 'not stated; the data was written by the target, so its terms apply'}.",
         "",
     ]
@@ -169,6 +181,18 @@ def _figures(facts: dict[str, Any]) -> list[str]:
             count = result.get("conversations", result.get("prompts"))
             lines.append(f"| {name} ({count}) | {result['mean_acceptance_length']:.3f} | {rates} |")
     return lines
+
+
+def _vocabulary(facts: dict[str, Any]) -> list[str]:
+    chosen = facts.get("draft_vocabulary")
+    if not chosen:
+        return []
+    return [
+        f"It drafts {chosen['tokens']:,} tokens only (`draft_token_ids` in config.json), which are "
+        f"{chosen['covered']:.2%} of the answers' tokens in the training data and {chosen['covered_held_out']:.2%} of "
+        "the held-out ones. The replay above was measured with the whole vocabulary.",
+        "",
+    ]
 
 
 def push(folder: Path, repo: str) -> str:

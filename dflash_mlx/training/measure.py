@@ -1,19 +1,22 @@
-"""The exported drafter in the real decode loop, on held-out prompts."""
+"""The exported drafter in the real decode loop, on held-out prompts; a stop loses an answer at most."""
 
+import hashlib
+import json
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from dflash_mlx.checks import check_pair, check_shapes
-from dflash_mlx.decoding.stats import Acceptance
 from dflash_mlx.drafters.dflash import load_drafter
-from dflash_mlx.generation import generate
+from dflash_mlx.generation import GenerationResponse, generate
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.target import Target
 from dflash_mlx.training.progress import Progress
+from dflash_mlx.training.state import read_json, write_json
 from dflash_mlx.training.store import Conversation
 
 
@@ -34,50 +37,91 @@ def load_exported(target: Target, tokenizer: Any, folder: Path, *, dtype: mx.Dty
     return pair
 
 
+@dataclass
+class MeasureLog:
+    """What has been measured of one export, kept in a file after each answer.
+
+    answers: an object each with rounds, tokens (gained by the rounds), histogram (rounds by drafts kept) and seconds.
+    """
+
+    path: Path
+    key: str
+    replay: dict[str, Any] | None = None
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    def save(self) -> None:
+        write_json(self.path, {"key": self.key, "replay": self.replay, "answers": self.answers})
+
+
+def open_log(path: Path, folder: Path, held_out: list[Conversation], *, max_tokens: int) -> MeasureLog:
+    """The log at `path` if it is of the checkpoint in `folder`, these prompts and this length; else an empty one."""
+    digest = hashlib.sha256(json.dumps([max_tokens, *(c.prompt_key() for c in held_out)]).encode())
+    for name in ("config.json", "model.safetensors"):
+        with (folder / name).open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    key = digest.hexdigest()[:32]
+    before = read_json(path) or {}
+    if before.get("key") != key:
+        return MeasureLog(path, key)
+    return MeasureLog(path, key, before["replay"], before["answers"])
+
+
 def measure_pair(
     pair: ModelPair,
     held_out: list[Conversation],
+    log: MeasureLog,
     *,
     max_tokens: int,
     deadline: float | None,
     progress: Progress,
-) -> dict[str, Any] | None:
-    """Greedy answers to the held-out prompts with full blocks: acceptance over all rounds, and tokens a second.
+) -> bool:
+    """Greedy answers to the held-out prompts that are not in the log yet, with full blocks.
 
-    Stops early, with what it has, at `deadline` (time.monotonic()). None without prompts.
+    Returns whether all are there now; False when `deadline` (time.monotonic()) came first.
     """
     width = pair.block_size - 1
-    tokens = rounds = prompts = 0
-    kept = [0.0] * width
-    seconds = 0.0
-    for i, conversation in enumerate(held_out):
+    while len(log.answers) < len(held_out):
         if deadline is not None and time.monotonic() >= deadline:
-            break
+            return False
+        conversation = held_out[len(log.answers)]
         prompt = conversation.tokens[: conversation.spans[0][0]].tolist()
-        params = SamplingParams(max_tokens=max_tokens)
-        answer = generate(pair, prompt, params, width=width)
-        assert answer.acceptance is not None
-        totals = _totals(answer.acceptance, width)
-        rounds, tokens, prompts = rounds + totals[0], tokens + totals[1], prompts + 1
-        kept = [a + b for a, b in zip(kept, totals[2], strict=True)]
-        seconds += (answer.generation_tokens - 1) / max(answer.generation_tps, 1e-9) if answer.generation_tps else 0
-        progress.update((i + 1) / len(held_out), f"{prompts} prompts, acceptance length {tokens / max(rounds, 1):.3f}")
+        answer = generate(pair, prompt, SamplingParams(max_tokens=max_tokens), width=width)
+        log.answers.append(_record(answer))
+        log.save()
+        rounds, tokens = (sum(a[key] for a in log.answers) for key in ("rounds", "tokens"))
+        progress.update(
+            len(log.answers) / len(held_out),
+            f"{len(log.answers)} prompts, acceptance length {tokens / max(rounds, 1):.3f}",
+        )
+    return True
+
+
+def _record(answer: GenerationResponse) -> dict[str, Any]:
+    acceptance = answer.acceptance
+    assert acceptance is not None
+    seconds = (answer.generation_tokens - 1) / answer.generation_tps if answer.generation_tps else 0.0
+    return {
+        "rounds": acceptance.rounds,
+        "tokens": acceptance.tokens,
+        "histogram": list(acceptance.histogram),
+        "seconds": round(seconds, 4),
+    }
+
+
+def summarize(answers: list[dict[str, Any]], *, width: int, max_tokens: int) -> dict[str, Any] | None:
+    """Acceptance over all rounds of the answers, and tokens a second. None without rounds."""
+    rounds, tokens, seconds = (sum(answer[key] for answer in answers) for key in ("rounds", "tokens", "seconds"))
     if not rounds:
         return None
+    kept = [sum(sum(answer["histogram"][position:]) for answer in answers) for position in range(1, width + 1)]
     return {
         "mean_acceptance_length": round(tokens / rounds, 4),
         "per_position": [round(k / rounds, 4) for k in kept],
-        "prompts": prompts,
+        "prompts": len(answers),
         "rounds": rounds,
         "tokens": tokens,
         "tokens_per_second": round(tokens / seconds, 2) if seconds else None,
         "width": width,
         "max_tokens": max_tokens,
     }
-
-
-def _totals(acceptance: Acceptance, width: int) -> tuple[int, int, list[float]]:
-    """Rounds, tokens gained by them, and how many rounds kept draft 1, 2, ..."""
-    histogram = acceptance.histogram
-    kept = [float(sum(histogram[position:])) for position in range(1, width + 1)]
-    return acceptance.rounds, acceptance.tokens, kept

@@ -109,6 +109,7 @@ class TrainOptions:
     measure: int = 200
     measure_tokens: int = 256
     quantize: int | None = None
+    draft_vocabulary: int | None = None
     license: str | None = None
     push: str | None = None
 
@@ -160,7 +161,7 @@ class TrainOptions:
         for name in (
             *("minutes", "steps", "learning_rate", "batch_size", "micro_batch", "anchors", "gamma", "clip"),
             *("sliding_window", "stop_after_minutes", "checkpoint_seconds", "eval_seconds", "eval_conversations"),
-            "measure_tokens",
+            *("measure_tokens", "draft_vocabulary"),
         ):
             _require_positive(self, name)
         if self.micro_batch is not None and self.batch_size % self.micro_batch:
@@ -173,6 +174,8 @@ class TrainOptions:
             raise UsageError(f"quantize should be 2, 3, 4, 5, 6 or 8 bits; got {self.quantize}.")
         if self.init_from is not None and not (self.init_from / "config.json").is_file():
             raise UsageError(f"--init-from: expected a drafter's folder, found no config.json in {self.init_from}.")
+        if self.init_from is not None and self.init_from.resolve() == self.out.resolve():
+            raise UsageError("--init-from is --out itself, which the export would overwrite; choose another --out.")
 
     @property
     def data_budget(self) -> tuple[float | None, int | None]:
@@ -188,10 +191,9 @@ class TrainOptions:
             return 60.0, None
         return self.minutes, self.steps
 
-    @property
-    def decay(self) -> float:
+    def decay(self, block_size: int) -> float:
         """The paper's gamma of the exponential weights: 7, 5, 4 for blocks of 16, 10, 8."""
-        return self.gamma if self.gamma is not None else max(2.0, {8: 4.0, 10: 5.0}.get(self.block_size, 7.0))
+        return self.gamma if self.gamma is not None else max(2.0, {8: 4.0, 10: 5.0}.get(block_size, 7.0))
 
     def data_identity(self) -> dict[str, Any]:
         return self._identity(_DATA_KEYS)

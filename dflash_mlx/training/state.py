@@ -51,12 +51,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def require_same(path: Path, identity: dict[str, Any], *, what: str, remove: Path) -> None:
-    """Record what a stage is made with, or compare with the record of an earlier run.
+def require_same(path: Path, identity: dict[str, Any], *, what: str, begun: bool, remove: str) -> None:
+    """Record what a stage is made with or, when it was `begun` before, compare with the record of then.
 
     Raises UsageError naming every difference: state made with other options cannot be continued.
     """
-    before = read_json(path)
+    before = read_json(path) if begun else None
     if before is None:
         write_json(path, identity)
         return

@@ -1,8 +1,8 @@
 """The conversations on disk: one compressed .npz a batch, written whole or not at all.
 
 A shard holds `tokens` (uint16, or uint32 for large vocabularies), `lengths`, `spans` (answers as [start, end) in their
-conversation) with `span_counts`, `flags` and `meta` (JSON). The shards present are the state: the next batch is the one
-after the highest number.
+conversation) with `span_counts`, `flags` and `meta` (JSON). The shards present are the state: the next batch is the
+lowest number without one, so a shard that was deleted is written again.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ class ConversationStore:
             for conversation in conversations:
                 self._remember(conversation)
             self.seconds += float(meta.get("seconds", 0.0))
-            self.next_batch = int(path.stem.split("-")[1]) + 1
+        self._seek()
 
     def add_batch(
         self, batch: Iterable[Conversation], *, loop_share: float, seconds: float, vocab_size: int
@@ -86,11 +86,17 @@ class ConversationStore:
                 counts["stored"] += 1
                 counts["tokens"] += len(conversation.tokens)
         meta = {"seconds": round(seconds, 3), **counts}
-        path = self.folder / f"shard-{self.next_batch:06d}.npz"
-        write_shard(path, stored, meta, wide=vocab_size > 65536)
+        write_shard(self._path(self.next_batch), stored, meta, wide=vocab_size > 65536)
         self.seconds += seconds
-        self.next_batch += 1
+        self._seek()
         return counts
+
+    def _path(self, batch: int) -> Path:
+        return self.folder / f"shard-{batch:06d}.npz"
+
+    def _seek(self) -> None:
+        while self._path(self.next_batch).exists():
+            self.next_batch += 1
 
     def _remember(self, conversation: Conversation) -> bool:
         keys = {conversation.prompt_key(), conversation.answer_key()}
@@ -138,7 +144,9 @@ def read_shard(path: Path) -> tuple[list[Conversation], dict[str, Any]]:
             span_counts, flags = file["span_counts"], file["flags"]
             meta = json.loads(file["meta"].tobytes())
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is damaged: {error}. Delete it; it will not be made again.") from error
+        raise CheckpointError(
+            f"{path} is damaged: {error}. Delete it; the same command writes it again where the budget allows."
+        ) from error
     conversations = []
     at = span_at = 0
     for length, count, flag in zip(lengths.tolist(), span_counts.tolist(), flags.tolist(), strict=True):

@@ -222,7 +222,7 @@ def block_loss(
         labels.reshape(-1),
         chunk=chunk,
     ).reshape(labels.shape)
-    return weighted_loss(losses, valid, kind=options.weights, alpha=options.alpha, gamma=options.decay)
+    return weighted_loss(losses, valid, kind=options.weights, alpha=options.alpha, gamma=options.decay(block))
 
 
 def _number(x: mx.array) -> float:
