@@ -80,7 +80,7 @@ def _stats(conversation: Conversation, argument: str) -> str:
     totals = conversation.totals
     if not totals.answers:
         return "There are no answers yet."
-    lines = [f"conversation: {totals.answers} answers, {totals.tokens} tokens"]
+    lines = [f"conversation: {totals.answers} {'answer' if totals.answers == 1 else 'answers'}, {totals.tokens} tokens"]
     lines[0] += f"; {totals.cached_tokens} of {totals.prompt_tokens} prompt tokens were already in memory"
     if totals.rounds:
         mean, rate = totals.round_tokens / totals.rounds, totals.accepted / max(totals.drafted, 1)

@@ -137,6 +137,7 @@ def _rounds(
 def install(setattr: Callable[[object, str, object], None] = setattr) -> None:
     """Put the fake in place of the real thing."""
     PAIR.asked.clear()
+    PAIR.drafter, PAIR.sessions = object(), 0
     setattr(dflash_mlx, "load_pair", load_pair)
     setattr(dflash_mlx, "stream_generate", stream_generate)
 
