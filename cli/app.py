@@ -134,7 +134,8 @@ def explain(error: Exception) -> tuple[str, int]:
         if isinstance(error, _ClickUsageError):
             context = getattr(error, "ctx", None)
             path = context.command_path if context else "dflash-mlx"
-            return f"{message.rstrip('.')}. See: {path} --help", 2
+            hint = " Put a prompt of several words in quotes." if "unexpected extra argument" in message else ""
+            return f"{message.rstrip('.')}.{hint} See: {path} --help", 2
         return message, 1
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""

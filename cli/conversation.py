@@ -9,7 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dflash_mlx.cli.live import LiveText
-from dflash_mlx.cli.output import live_line
+from dflash_mlx.cli.output import READING, live_line
 
 if TYPE_CHECKING:
     from dflash_mlx.generation import GenerationResponse
@@ -121,6 +121,7 @@ class Conversation:
                     on_prefill=switch.during_prefill,
                 )
                 try:
+                    live.write("", READING)
                     for response in responses:
                         live.write(response.text, live_line(response))
                         self.last = response

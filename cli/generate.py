@@ -8,7 +8,7 @@ import typer
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.live import LiveText, quiet_keyboard
-from dflash_mlx.cli.output import live_line, note, summary
+from dflash_mlx.cli.output import READING, live_line, note, summary
 from dflash_mlx.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def answer(
     notices: list[str] = []
     last = None
     with quiet_keyboard(), LiveText(echo=echo) as live:
+        live.write("", READING)
         for response in stream_generate(pair, prompt, params, draft=draft):
             token_ids += response.token_ids
             live.write(response.text, live_line(response))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from dflash_mlx.generation import GenerationResponse
 
+READING = "reading the prompt"
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "01234567"
 _STYLES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
