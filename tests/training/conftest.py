@@ -13,3 +13,11 @@ def target_folder(tmp_path_factory):
     from tiny_folder import write_target
 
     return write_target(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def orderly_folder(tmp_path_factory):
+    """A target whose text can be learnt."""
+    from tiny_folder import write_target
+
+    return write_target(tmp_path_factory.mktemp("models") / "orderly", orderly=True)

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 from tiny import VOCAB, tiny_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from dflash_mlx.targets.target import Target
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|spare|>"]
 ROLES = ["system", "user", "assistant"]
@@ -16,8 +19,8 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path) -> None:
-    """One token a character (or role name), `VOCAB` of them; the chat template uses no system turn."""
+def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> None:
+    """One token a character (or role name), `VOCAB` of them; None for a model without a chat template."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789. "
     words = SPECIALS + ROLES + ["one"] + list(letters)
     vocab = {word: i for i, word in enumerate(words[:VOCAB])}
@@ -31,18 +34,39 @@ def write_tokenizer(folder: Path) -> None:
         "eos_token": "<|im_end|>",
         "bos_token": "<|im_start|>",
         "clean_up_tokenization_spaces": False,
-        "chat_template": TEMPLATE,
+        **({"chat_template": template} if template else {}),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_target(folder: Path, *, family: str = "llama", seed: int = 0) -> Path:
-    """A random float32 model of `tiny.tiny_target` with a tokenizer, loadable by mlx-lm."""
+def write_target(folder: Path, *, family: str = "llama", seed: int = 0, orderly: bool = False) -> Path:
+    """A random float32 model of `tiny.tiny_target` with a tokenizer, loadable by mlx-lm.
+
+    orderly: a model with something to learn: a token is mostly followed by the same other one (see `make_orderly`).
+    """
     folder.mkdir(parents=True)
-    target = tiny_target(family, seed=seed)
+    target = tiny_target(family, seed=seed, **({"tie_word_embeddings": False} if orderly else {}))
+    if orderly:
+        make_orderly(target)
     weights = dict(tree_flatten(target.model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     config = {**target.config, "eos_token_id": 2, "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder)
     return folder
+
+
+def make_orderly(target: Target) -> None:
+    """Let the head prefer one successor for each token; the layers still change its mind now and then."""
+    model = target.model
+    order = np.random.default_rng(0).permutation(VOCAB)
+    successors = np.empty(VOCAB, int)
+    successors[order] = np.roll(order, -1)
+    embedding = model.model.embed_tokens.weight
+    head = mx.zeros_like(embedding)
+    head[mx.array(successors)] = 2.0 * embedding
+    model.lm_head.weight = head
+    for layer in model.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight = 0.06 * projection.weight
+    mx.eval(model.parameters())

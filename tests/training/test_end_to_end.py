@@ -1,0 +1,160 @@
+"""The whole command on a tiny target with something to learn: data, training, measuring, export, and use."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from tiny import plain_tokens
+
+from dflash_mlx.cli.app import main
+from dflash_mlx.drafters.dflash import load_drafter
+from dflash_mlx.generation import generate
+from dflash_mlx.pair import load_pair
+from dflash_mlx.sampling import SamplingParams
+from dflash_mlx.training import TrainOptions, run
+from dflash_mlx.training.config import make_drafter
+from dflash_mlx.training.evaluate import greedy_only, replay
+from dflash_mlx.training.export import export_drafter
+from dflash_mlx.training.loading import load
+from dflash_mlx.training.measure import load_exported, measure_pair, open_log, summarize
+from dflash_mlx.training.progress import Progress
+from dflash_mlx.training.store import ConversationStore
+
+MEASURED = {"measure": 4, "measure_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def trained(orderly_folder, tmp_path_factory):
+    """(options, result) of a finished run."""
+    options = TrainOptions(
+        model=str(orderly_folder),
+        out=tmp_path_factory.mktemp("trained") / "drafter",
+        data_tokens=6000,
+        data_batch=64,
+        max_length=48,
+        max_user_tokens=8,
+        greedy_share=0.5,
+        layers=1,
+        block_size=6,
+        taps=(1, 3),
+        steps=120,
+        batch_size=8,
+        anchors=12,
+        learning_rate=5e-3,
+        holdout=0.15,
+        license="mit",
+        **MEASURED,
+    )
+    return options, run(options, quiet=True)
+
+
+def test_the_trained_drafter_beats_its_initial_state_on_held_out_answers(trained, tmp_path):
+    options, result = trained
+    loaded = load(options, quiet=True)
+    training, held = ConversationStore(options.out / "work" / "data").split(options.holdout)
+    assert {c.prompt_key() for c in held}.isdisjoint(c.prompt_key() for c in training)
+    held = greedy_only(held, 64, options.max_length)
+    assert len(held) >= MEASURED["measure"]
+
+    mx.random.seed(options.seed)
+    initial = make_drafter(loaded.target, loaded.tokenizer, loaded.frame, options)
+    before = replay(loaded.target, initial, held, longest=options.max_length, chunk=64)
+    assert result.facts["replay"]["mean_acceptance_length"] > 1.6 * before.mean_acceptance_length
+
+    export_drafter(initial, tmp_path, quantize=None)
+    pair = load_exported(loaded.target, loaded.tokenizer, tmp_path, dtype=mx.float32)
+    prompts = held[: MEASURED["measure"]]
+    log = open_log(tmp_path / "measured.json", tmp_path, prompts, max_tokens=24)
+    assert measure_pair(pair, prompts, log, max_tokens=24, deadline=None, progress=Progress("x", quiet=True))
+    in_loop = summarize(log.answers, width=5, max_tokens=24)
+    assert result.facts["measured"]["prompts"] == in_loop["prompts"] == MEASURED["measure"]
+    assert result.facts["measured"]["mean_acceptance_length"] > 1.6 * in_loop["mean_acceptance_length"]
+
+
+def test_replay_agrees_with_the_decode_loop(trained):
+    """Same prompts, same answers: replay must count what the loop does. Their lengths differ a little at the ends."""
+    options, result = trained
+    loaded = load(options, quiet=True)
+    _, held = ConversationStore(options.out / "work" / "data").split(options.holdout)
+    held = greedy_only(held, MEASURED["measure"], options.max_length)
+    drafter = load_drafter(options.out, dtype=mx.float32)
+    replayed = replay(loaded.target, drafter, held, longest=options.max_length, chunk=64)
+    measured = result.facts["measured"]["mean_acceptance_length"]
+    assert abs(replayed.mean_acceptance_length - measured) < 0.25 * measured
+
+
+def test_the_export_generates_at_once_and_changes_no_answer(trained, orderly_folder):
+    options, _ = trained
+    pair = load_pair(model=str(orderly_folder), draft_model=str(options.out))
+    assert pair.block_size == options.block_size
+    prompt = pair.encode_chat([{"role": "user", "content": "hello 42"}])
+    answer = generate(pair, prompt, SamplingParams(max_tokens=40), width=5)
+    assert answer.token_ids == plain_tokens(pair.target, prompt, 40, pair.eos_ids)
+    assert answer.acceptance.mean_acceptance_length > 1.5
+
+
+def test_the_command_line_uses_the_export(trained, orderly_folder, capsys, tmp_path, monkeypatch):
+    options, _ = trained
+    monkeypatch.setenv("DFLASH_MLX_HOME", str(tmp_path))
+    words = ["generate", "hello", "--model", str(orderly_folder), "--draft-model", str(options.out), "--json"]
+    assert main([*words, "--max-tokens", "12"]) == 0
+    drafted = json.loads(capsys.readouterr().out)
+    assert main([*words, "--max-tokens", "12", "--no-draft"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == drafted["token_ids"]
+
+
+def test_what_the_folder_says(trained):
+    options, result = trained
+    facts = json.loads((options.out / "train.json").read_text())
+    assert facts == json.loads(json.dumps(result.facts))
+    assert facts["steps"] == options.steps
+    assert facts["data"]["tokens"] >= options.data_tokens
+    assert facts["recipe"]["taps"] == [1, 3]
+    card = (options.out / "README.md").read_text()
+    assert "license: mit" in card
+    assert f"{facts['measured']['mean_acceptance_length']:.3f}" in card
+    assert str(options.out) not in card
+    assert (options.out / "curves.svg").read_text().startswith("<svg")
+
+
+def test_options_of_the_export_need_no_second_training(trained, tmp_path, orderly_folder):
+    """The same command with --draft-vocabulary and --quantize exports again from the kept state."""
+    options, before = trained
+    values = {name: getattr(options, name) for name in options.__dataclass_fields__}
+    again = run(TrainOptions(**values | {"draft_vocabulary": 12, "quantize": 8}), quiet=True)
+    assert again.facts["steps"] == before.facts["steps"]
+    raw = json.loads((options.out / "config.json").read_text())
+    ids = raw["dflash_config"]["draft_token_ids"]
+    assert ids == sorted(set(ids))
+    assert len(ids) in (12, 13)
+    assert 2 in ids  # the end of the sequence
+    assert raw["quantization"]["bits"] == 8
+    chosen = again.facts["draft_vocabulary"]
+    assert chosen["tokens"] == len(ids)
+    assert 0 < chosen["covered"] < 1
+    assert f"{len(ids)} tokens only" in (options.out / "README.md").read_text()
+
+    pair = load_pair(model=str(orderly_folder), draft_model=str(options.out))
+    prompt = pair.encode_chat([{"role": "user", "content": "abc"}])
+    answer = generate(pair, prompt, SamplingParams(max_tokens=40), width=5)
+    assert answer.token_ids == plain_tokens(pair.target, prompt, 40, pair.eos_ids)
+
+    plain = run(options, quiet=True)
+    raw = json.loads((options.out / "config.json").read_text())
+    assert "draft_token_ids" not in raw["dflash_config"]
+    assert "quantization" not in raw
+    assert plain.facts["measured"]["mean_acceptance_length"] == before.facts["measured"]["mean_acceptance_length"]
+    assert plain.facts["draft_vocabulary"] is None
+
+
+def test_a_second_training_starts_from_the_first(trained, orderly_folder, tmp_path):
+    """--init-from: before its first step it is as good as the drafter it came from."""
+    options, before = trained
+    changed = {"out": tmp_path / "second", "init_from": options.out, "steps": 1, "learning_rate": 1e-6}
+    values = {name: getattr(options, name) for name in options.__dataclass_fields__} | changed
+    after = run(TrainOptions(**values), quiet=True)
+    wanted = before.facts["replay"]["mean_acceptance_length"]
+    assert after.facts["replay"]["mean_acceptance_length"] == pytest.approx(wanted, rel=0.03)
+    assert after.facts["recipe"]["init_from"] == options.out.name
+    config = json.loads((tmp_path / "second" / "config.json").read_text())
+    assert config["dflash_config"]["target_layer_ids"] == [1, 3]
