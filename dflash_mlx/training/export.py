@@ -195,16 +195,19 @@ def _vocabulary(facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def push(folder: Path, repo: str) -> str:
-    """Upload the public files to a Hub repository, created where needed. Returns its address. Raises DFlashError."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+def push(folder: Path, repo: str, *, api: Any = None) -> str:
+    """Upload the public files to a Hub repository, created where needed. Returns its address. Raises DFlashError.
 
-    api = HfApi()
+    api: what to upload with, the Hub's HfApi unless given.
+    """
+    if api is None:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
     try:
         api.create_repo(repo, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(PUBLIC_FILES))
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # The Hub's own errors are OSErrors.
         raise DFlashError(
             f"could not upload to {repo}: {error}. The drafter is complete in {folder}; run the command again to retry."
         ) from error

@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
+from dflash_mlx.errors import UsageError
 from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.registry import find_pair, parse_source
 from dflash_mlx.pair import load_pair
@@ -42,7 +43,7 @@ class Loaded:
 
 
 def load(options: TrainOptions, *, quiet: bool = False) -> Loaded:
-    """Load the target, downloaded first where needed."""
+    """Load the target, downloaded first where needed. Raises DFlashError."""
     if options.pair is not None:
         source = find_pair(options.pair).target
     else:
@@ -52,6 +53,11 @@ def load(options: TrainOptions, *, quiet: bool = False) -> Loaded:
         folder = ensure_model(source, report=lambda message, fraction: progress.update(fraction or 0.0, message))
     pair = load_pair(model=str(folder), draft=False, dtype=options.dtype)
     frame = chat_frame(pair.tokenizer, thinking=options.thinking)
+    if frame.thinking and options.turns > 1:
+        raise UsageError(
+            "this model thinks before it answers, and its template drops earlier thoughts from the context: "
+            "use --turns 1, or --thinking off."
+        )
     name = folder.name if source.kind == "folder" else str(source)
     return Loaded(name, folder, _fast_target(pair.target, pair.dtype), pair.tokenizer, frame, pair.dtype)
 

@@ -85,7 +85,8 @@ class ConversationStore:
                 stored.append(conversation)
                 counts["stored"] += 1
                 counts["tokens"] += len(conversation.tokens)
-        meta = {"seconds": round(seconds, 3), **counts}
+        seconds = round(seconds, 3)
+        meta = {"seconds": seconds, **counts}
         write_shard(self._path(self.next_batch), stored, meta, wide=vocab_size > 65536)
         self.seconds += seconds
         self._seek()
