@@ -1,9 +1,17 @@
 """Fixtures that several tests share, and which tests this machine can run."""
 
+import signal
+
 import pytest
 
 from dflash_mlx.pair import ModelPair, load_pair
 from dflash_mlx.runtime import backend
+
+
+def pytest_configure() -> None:
+    # A shell starts background jobs with Ctrl-C ignored, and so would the programs that tests start and interrupt.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
