@@ -169,16 +169,23 @@ def _take_conversations(
 
 
 def batch_rows(target: Target, options: TrainOptions, *, memory_bytes: int, kind: str) -> int:
-    """Rows that the target writes at once: as many as fit 40% of the memory, and no more than pay off."""
-    if options.data_batch is not None:
-        return options.data_batch
+    """Rows that the target writes at once: as many as fit 40% of the memory, and no more than pay off.
+
+    Raises DFlashError where not even one fits, or not as many as `options.data_batch` asks for.
+    """
     cache = target.make_cache()
     mx.eval(target.forward(mx.array([[0]]), cache)[:, -1])
     held = sum(int(getattr(c, "nbytes", 0)) for c in cache)
     # Plain caches grow in blocks of 256 positions, so this is what 256 positions take.
     row = held / 256 * options.max_length * 1.5 + target.vocab_size * 16
-    most = {"cuda": 2048, "metal": 256}.get(kind, 32)
-    return max(1, min(most, int(0.4 * memory_bytes / row)))
+    fitting = int(0.4 * memory_bytes / row)
+    wanted = options.data_batch or 1
+    if fitting < wanted:
+        raise DFlashError(
+            f"writing {wanted} conversations at once takes about {wanted * row / 1e9:.1f} GB of memory and "
+            f"{0.4 * memory_bytes / 1e9:.1f} GB can be used for it here. Lower --data-batch or --max-length."
+        )
+    return options.data_batch or min({"cuda": 2048, "metal": 256}.get(kind, 32), fitting)
 
 
 def show(store: ConversationStore, tokenizer: Any, count: int, write: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a run will take, before it starts: memory, disk and time; and how much of a batch fits the device at once."""
+"""What a run will take, before it starts: memory and disk; and how much of a batch fits the device at once."""
 
 import shutil
 from dataclasses import dataclass
@@ -19,23 +19,20 @@ _MOST_CHUNK_BYTES = 6e9
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and minutes of a run. `chunk` is how many rows go through the vocabulary head at once."""
+    """Bytes of a run. `chunk` is how many rows go through the vocabulary head at once."""
 
     micro_batch: int
     chunk: int
     memory: float
     disk: float
-    minutes: float | None
     parameters: int
 
     def lines(self, memory_bytes: int, out: Path) -> list[str]:
-        time = f"about {self.minutes:.0f} minutes, then the measuring" if self.minutes else "as the budgets say"
         return [
             f"drafter: {self.parameters / 1e6:.1f}M parameters",
             f"memory: about {self.memory / 1e9:.1f} GB of {memory_bytes / 1e9:.0f} GB "
             f"({self.micro_batch} sequences at a time)",
             f"disk: about {self.disk / 1e9:.2f} GB of {_free(out) / 1e9:.0f} GB free in {out}",
-            f"time: {time}",
         ]
 
 
@@ -72,9 +69,7 @@ def estimate(
             f"this run writes about {disk / 1e9:.1f} GB and {free / 1e9:.1f} GB are free in {options.out}. "
             "Make room, or choose another --out."
         )
-    minutes = (options.data_budget[0], options.training_budget[0])
-    total = sum(minutes) if None not in minutes else None  # type: ignore[arg-type]
-    return Estimate(rows, chunk, needed, disk, total, parameters)
+    return Estimate(rows, chunk, needed, disk, parameters)
 
 
 def _activations(config: DraftConfig, target: Target, options: TrainOptions, rows: int, itemsize: int) -> float:

@@ -207,7 +207,7 @@ def push(folder: Path, repo: str, *, api: Any = None) -> str:
     try:
         api.create_repo(repo, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(PUBLIC_FILES))
-    except (OSError, ValueError) as error:  # The Hub's own errors are OSErrors.
+    except Exception as error:  # The client passes its HTTP library's own errors on, and that library changes.
         raise DFlashError(
             f"could not upload to {repo}: {error}. The drafter is complete in {folder}; run the command again to retry."
         ) from error

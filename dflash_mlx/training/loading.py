@@ -34,6 +34,11 @@ class Loaded:
     frame: ChatFrame
     dtype: mx.Dtype
 
+    @property
+    def compute_dtype(self) -> mx.Dtype:
+        """What the drafter computes in: not in float16, in which DFlash drafters overflow."""
+        return mx.bfloat16 if self.dtype == mx.float16 else self.dtype
+
     def identity(self) -> dict[str, Any]:
         """What tells this target from another: its config, not where it lies."""
         keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "rope_theta")

@@ -11,7 +11,7 @@ from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.runtime import backend
 from dflash_mlx.training.batches import usable
-from dflash_mlx.training.checkpoint import budget_share, fresh_state, load_state
+from dflash_mlx.training.checkpoint import TrainState, budget_share, fresh_state, load_state
 from dflash_mlx.training.config import make_drafter
 from dflash_mlx.training.data import batch_rows, data_finished, make_data, show
 from dflash_mlx.training.estimate import Estimate, estimate
@@ -19,6 +19,7 @@ from dflash_mlx.training.evaluate import greedy_only
 from dflash_mlx.training.finish import finish
 from dflash_mlx.training.loading import Loaded, load
 from dflash_mlx.training.options import TrainOptions
+from dflash_mlx.training.probe import time_line
 from dflash_mlx.training.progress import Progress
 from dflash_mlx.training.state import locked, require_same
 from dflash_mlx.training.store import ConversationStore
@@ -46,17 +47,21 @@ def run(options: TrainOptions, *, quiet: bool = False) -> TrainResult:
         drafter = make_drafter(loaded.target, loaded.tokenizer, loaded.frame, options)
         machine = backend()
         plan = estimate(
-            loaded.target, drafter, options, memory_bytes=machine.memory_bytes, itemsize=_itemsize(loaded.dtype)
+            loaded.target, drafter, options, memory_bytes=machine.memory_bytes, itemsize=int(loaded.compute_dtype.size)
         )
+        rows = batch_rows(loaded.target, options, memory_bytes=machine.memory_bytes, kind=machine.kind)
         _require_same_options(work, loaded, options)
-        with Progress("plan", quiet=quiet) as progress:
-            for line in plan.lines(machine.memory_bytes, options.out):
-                progress.say(line)
-
         store = ConversationStore(work / "data")
-        if not data_finished(store, options) and not _data_stage(loaded, store, options, deadline, quiet=quiet):
+        state = load_state(work / "state.safetensors")
+        if not quiet:
+            with Progress("plan") as progress:
+                for line in plan.lines(machine.memory_bytes, options.out):
+                    progress.say(line)
+                progress.say(time_line(loaded, drafter, store, state, options, plan, rows=rows))
+
+        if not data_finished(store, options) and not _data_stage(loaded, store, options, rows, deadline, quiet=quiet):
             return TrainResult("data", options.out)
-        trainer = _training_stage(loaded, drafter, store, options, plan, deadline, quiet=quiet)
+        trainer = _training_stage(loaded, drafter, store, state, options, plan, deadline, quiet=quiet)
         if budget_share(options, trainer.state) < 1:
             return TrainResult("training", options.out)
         facts = finish(loaded, trainer, store, options, deadline, quiet=quiet)
@@ -92,10 +97,8 @@ def show_data(options: TrainOptions, count: int) -> None:
 
 
 def _data_stage(
-    loaded: Loaded, store: ConversationStore, options: TrainOptions, deadline: float | None, *, quiet: bool
+    loaded: Loaded, store: ConversationStore, options: TrainOptions, rows: int, deadline: float | None, *, quiet: bool
 ) -> bool:
-    machine = backend()
-    rows = batch_rows(loaded.target, options, memory_bytes=machine.memory_bytes, kind=machine.kind)
     with Progress("data", quiet=quiet) as progress:
         outcome = make_data(
             store,
@@ -117,6 +120,7 @@ def _training_stage(
     loaded: Loaded,
     drafter: DFlashDrafter,
     store: ConversationStore,
+    state: TrainState | None,
     options: TrainOptions,
     plan: Estimate,
     deadline: float | None,
@@ -129,8 +133,6 @@ def _training_stage(
         raise DFlashError(
             f"{len(store.conversations)} conversations leave none to train on; raise --data-minutes or --data-tokens."
         )
-    path = options.out / "work" / "state.safetensors"
-    state = load_state(path)
     if state is None:
         mx.random.seed(options.seed)
         state = fresh_state(make_drafter(loaded.target, loaded.tokenizer, loaded.frame, options), options)
@@ -139,8 +141,8 @@ def _training_stage(
         drafter=drafter,
         options=options,
         state=state,
-        state_path=path,
-        compute_dtype=loaded.dtype,
+        state_path=options.out / "work" / "state.safetensors",
+        compute_dtype=loaded.compute_dtype,
         micro_batch=plan.micro_batch,
         chunk=plan.chunk,
     )
@@ -152,7 +154,3 @@ def _training_stage(
                 progress.say(f"stopped at step {state.step:,}; the same command continues")
             progress.say(f"peak memory of the training: {mx.get_peak_memory() / 1e9:.1f} GB")
     return trainer
-
-
-def _itemsize(dtype: mx.Dtype) -> int:
-    return int(dtype.size)

@@ -123,17 +123,15 @@ def test_topics_begin_the_user_turns(target_folder, tmp_path):
 
 def test_finished_conversations_are_taken_as_they_are(target_folder, tmp_path):
     rng = np.random.default_rng(0)
+    answers = ["".join(rng.choice(list("abc "), 9)) for _ in range(12)]
     chats = [
-        [
-            {"role": "user", "content": f"say {i}"},
-            {"role": "assistant", "content": "".join(rng.choice(list("abc "), 9))},
-        ]
-        for i in range(12)
+        [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": answer}]
+        for i, answer in enumerate(answers)
     ]
     path = write(tmp_path / "c.jsonl", *({"messages": chat} for chat in [*chats, chats[0]]))
     chosen = options(target_folder, tmp_path / "out", conversations=path)
     result = run(chosen, quiet=True)
-    assert len(stored(chosen.out)) == len({chat[1]["content"] for chat in chats})
+    assert len(stored(chosen.out)) == len(set(answers))
     assert result.facts["data"]["origin"] == "from c.jsonl"
     assert result.facts["data"]["greedy"] == 0
     # Nothing there is known to be the target's greedy answer, so nothing is replayed.
