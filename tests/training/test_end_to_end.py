@@ -1,9 +1,12 @@
 """The whole command on a tiny target with something to learn: data, training, measuring, export, and use."""
 
 import json
+import math
 
 import mlx.core as mx
 import pytest
+from mlx_lm.utils import load as mlx_lm_load
+from mlx_lm.utils import quantize_model, save_model
 from tiny import plain_tokens
 
 from dflash_mlx.cli.app import main
@@ -12,6 +15,7 @@ from dflash_mlx.generation import generate
 from dflash_mlx.pair import load_pair
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.training import TrainOptions, run
+from dflash_mlx.training.checkpoint import load_state
 from dflash_mlx.training.config import make_drafter
 from dflash_mlx.training.evaluate import greedy_only, replay
 from dflash_mlx.training.export import export_drafter
@@ -19,6 +23,7 @@ from dflash_mlx.training.loading import load
 from dflash_mlx.training.measure import load_exported, measure_pair, open_log, summarize
 from dflash_mlx.training.progress import Progress
 from dflash_mlx.training.store import ConversationStore
+from dflash_mlx.training.trees import flat
 
 MEASURED = {"measure": 4, "measure_tokens": 24}
 
@@ -158,3 +163,49 @@ def test_a_second_training_starts_from_the_first(trained, orderly_folder, tmp_pa
     assert after.facts["recipe"]["init_from"] == options.out.name
     config = json.loads((tmp_path / "second" / "config.json").read_text())
     assert config["dflash_config"]["target_layer_ids"] == [1, 3]
+
+
+def short(target, out, **changes):
+    common = {"data_tokens": 600, "data_batch": 16, "max_length": 40, "max_user_tokens": 8, "layers": 1, "taps": (1, 3)}
+    common |= {"block_size": 4, "steps": 3, "batch_size": 4, "anchors": 4, "holdout": 0.2, "measure": 1}
+    return TrainOptions(model=str(target), out=out, measure_tokens=8, **common | changes)
+
+
+def test_a_quantized_target_can_be_trained_for(orderly_folder, tmp_path):
+    folder = tmp_path / "quantized"
+    model, tokenizer = mlx_lm_load(str(orderly_folder))
+    model, config = quantize_model(model, json.loads((orderly_folder / "config.json").read_text()), 32, 8)
+    save_model(folder, model)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer.save_pretrained(folder)
+    options = short(folder, tmp_path / "out")
+    result = run(options, quiet=True)
+    assert math.isfinite(result.facts["measured"]["mean_acceptance_length"])
+    # Weights that were not learnt would be the initial ones.
+    loaded = load(options, quiet=True)
+    mx.random.seed(options.seed)
+    initial = make_drafter(loaded.target, loaded.tokenizer, loaded.frame, options)
+    changed = load_drafter(options.out, dtype=mx.float32).layers[0].mlp.down_proj.weight
+    assert mx.abs(changed - initial.layers[0].mlp.down_proj.weight).max().item() > 1e-4
+
+
+def test_a_target_in_float16_is_trained_for_in_bfloat16(orderly_folder, tmp_path):
+    options = short(orderly_folder, tmp_path, dtype="float16")
+    assert load(options, quiet=True).compute_dtype == mx.bfloat16
+    run(options, quiet=True)
+    weights = mx.load(str(tmp_path / "model.safetensors"))
+    assert all(mx.isfinite(x).all().item() for x in weights.values())
+
+
+def test_a_batch_in_parts_takes_the_same_step(orderly_folder, tmp_path):
+    """The first update from accumulated gradients is that of the whole batch, up to the parts' own weight sums."""
+    gradients = []
+    for part in (4, 2):
+        options = short(orderly_folder, tmp_path / str(part), micro_batch=part, weights="decay", steps=1, measure=0)
+        run(options, quiet=True)
+        state = load_state(options.out / "work" / "state.safetensors")
+        # Adam's first moment after one step is the (clipped) gradient, but for a factor.
+        gradients.append(flat(state.optimizer)["fc.weight.m"].reshape(-1))
+    whole, parts = gradients
+    cosine = (whole * parts).sum() / mx.sqrt((whole**2).sum() * (parts**2).sum())
+    assert cosine.item() > 0.999
