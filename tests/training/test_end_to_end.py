@@ -197,6 +197,16 @@ def test_a_target_in_float16_is_trained_for_in_bfloat16(orderly_folder, tmp_path
     assert all(mx.isfinite(x).all().item() for x in weights.values())
 
 
+def test_a_quantized_drafter_can_be_started_from(trained, orderly_folder, tmp_path):
+    options, _ = trained
+    export_drafter(load_drafter(options.out, dtype=mx.float32), tmp_path / "a", quantize=8, draft_token_ids=(2, 5))
+    result = run(short(orderly_folder, tmp_path / "b", init_from=tmp_path / "a", block_size=6), quiet=True)
+    assert result.stage == "done"
+    raw = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert "quantization" not in raw
+    assert "draft_token_ids" not in raw["dflash_config"]
+
+
 def test_a_batch_in_parts_takes_the_same_step(orderly_folder, tmp_path):
     """The first update from accumulated gradients is that of the whole batch, up to the parts' own weight sums."""
     gradients = []
