@@ -1,6 +1,7 @@
 """Killed at any moment, a run continues and ends as if nothing had happened."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.errors import CheckpointError, DFlashError, UsageError
-from dflash_mlx.training import TrainOptions, run
+from dflash_mlx.training import TrainOptions, finish, run
 from dflash_mlx.training.state import locked
 from dflash_mlx.training.store import ConversationStore
 
@@ -204,3 +205,16 @@ def test_a_damaged_state_is_named(target_folder, tmp_path):
     state.write_bytes(state.read_bytes()[: np.random.default_rng(0).integers(20, 60)])
     with pytest.raises(CheckpointError, match=r"state\.safetensors is damaged"):
         run(TrainOptions(**options), quiet=True)
+
+
+def test_only_a_finished_run_is_uploaded(target_folder, whole, tmp_path, monkeypatch):
+    uploads = []
+    monkeypatch.setattr(finish, "push", lambda folder, repo: uploads.append((folder, repo)) or "address")
+    out = tmp_path / "out"
+    shutil.copytree(whole[0], out)
+    (out / "work" / "measured.json").unlink()
+    options = values(target_folder, out, push="me/drafter")
+    assert run(TrainOptions(**options, stop_after_minutes=1e-9), quiet=True).stage == "measuring"
+    assert uploads == []
+    assert run(TrainOptions(**options), quiet=True).stage == "done"
+    assert uploads == [(out, "me/drafter")]
