@@ -132,7 +132,7 @@ def write_shard(path: Path, conversations: list[Conversation], meta: dict[str, A
 
     def write(part: Path) -> None:
         with part.open("wb") as file:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type, unused-ignore]
 
     write_atomic(path, write)
 

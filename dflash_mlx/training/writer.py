@@ -80,7 +80,7 @@ def _run(
 
     batch = _Rows(target, frame, plan, limits, table)
     batch.prefill(common)
-    alive = np.arange(rows)
+    alive: np.ndarray = np.arange(rows)
     for at in range(common, limits.max_length, CHECK_EVERY):
         upto = min(at + CHECK_EVERY, limits.max_length)
         chosen, parts = batch.advance(at, upto, seed)
