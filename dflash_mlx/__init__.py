@@ -8,7 +8,7 @@ The public names are loaded on first use, so that `dflash-mlx --help` imports ne
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dflash_mlx.runtime import load_fast_blas
+from dflash_mlx.runtime import load_fast_blas, prefer_plain_cuda_attention
 
 if TYPE_CHECKING:
     from dflash_mlx.generation import GenerationResponse, generate, stream_generate
@@ -35,8 +35,9 @@ _HOMES = {
     "stream_generate": "dflash_mlx.generation",
 }
 
-# Here, because it must happen before anything imports mlx.
+# Here, because both must happen before anything imports mlx.
 load_fast_blas()
+prefer_plain_cuda_attention()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_mlx.training.store import Conversation
 
-# Sequence lengths are rounded up to a multiple of this, so that few shapes are compiled.
+# Sequence lengths are rounded up to a multiple of this, so that there are few shapes.
 LENGTH_STEP = 64
 _AHEAD = 4
 

@@ -13,7 +13,7 @@ from dflash_mlx.training.estimate import Estimate
 from dflash_mlx.training.loading import Loaded
 from dflash_mlx.training.options import TrainOptions
 from dflash_mlx.training.store import Conversation, ConversationStore
-from dflash_mlx.training.trainer import compile_step
+from dflash_mlx.training.trainer import make_step
 from dflash_mlx.training.writer import Limits, Plan, write_batch
 
 
@@ -84,7 +84,7 @@ def _writing_rate(loaded: Loaded, options: TrainOptions, *, rows: int) -> float:
 
 def _step_seconds(loaded: Loaded, drafter: DFlashDrafter, options: TrainOptions, plan: Estimate) -> float:
     """Seconds of a training step on conversations of full length: on a GPU from a whole part, else from one row."""
-    gradients, _ = compile_step(loaded.target, drafter, options, compute_dtype=loaded.compute_dtype, chunk=plan.chunk)
+    gradients, _ = make_step(loaded.target, drafter, options, compute_dtype=loaded.compute_dtype, chunk=plan.chunk)
     rows = plan.micro_batch if _compiles() else 1
     rng = np.random.default_rng(0)
     length = options.max_length

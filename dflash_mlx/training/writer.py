@@ -14,7 +14,6 @@ import numpy as np
 from mlx.utils import tree_map
 
 from dflash_mlx.targets.target import Target
-from dflash_mlx.training.compiling import compiled
 from dflash_mlx.training.store import CUT, GREEDY, LOOPED, Conversation
 from dflash_mlx.training.template import ChatFrame
 
@@ -118,7 +117,7 @@ class _Rows:
         # part; tokens so far in that part; answers finished.
         self.place: tuple[mx.array, ...] = (zeros + SCRIPT, zeros, zeros)
         self.after_script = USER if plan.user_follows else ANSWER
-        self.choose = compiled(partial(_choose, frame=frame, limits=limits, after_script=self.after_script))
+        self.choose = partial(_choose, frame=frame, limits=limits, after_script=self.after_script)
         self.last: mx.array | None = None
 
     def prefill(self, count: int) -> None:
