@@ -69,6 +69,9 @@ def decode(
     `max_tokens`. What was yielded is committed, so a consumer may stop after any step and use the session
     again. `on_prefill(done, total)` is called after each prefill chunk; it may raise to cancel.
     """
+    session.settle()
+    session.turn += 1
+    turn = session.turn
     try:
         prefill(session, prompt[:-1], on_prefill)
         anchor = prompt[-1]
@@ -123,7 +126,8 @@ def decode(
             idle = time.perf_counter() - now
             current = ahead
     finally:
-        session.settle()
+        if session.turn == turn:
+            session.settle()
 
 
 def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int], None] | None = None) -> None:

@@ -18,7 +18,8 @@ class Session:
 
     Invariants between rounds: the target's cache holds exactly `tokens`; the drafter's cache holds the first of
     those positions and `pending` the features (1, L, taps * D) of the others, in order. `in_flight` counts the
-    positions of a launched round that has not been committed; `settle` takes them out again.
+    positions of a launched round that has not been committed; `settle` takes them out again. `turn` counts answers,
+    so that one that was left unfinished does not touch the caches once the next has begun.
     """
 
     target: Target
@@ -26,6 +27,7 @@ class Session:
     tokens: list[int] = field(default_factory=list)
     pending: list[mx.array] = field(default_factory=list)
     in_flight: int = 0
+    turn: int = 0
     target_cache: list[Any] = field(init=False)
     draft_cache: list[KVCache] = field(init=False)
     rollback: Rollback | None = field(init=False)

@@ -1,0 +1,195 @@
+"""Text around the decode loop: stop strings, limits, sessions; drafted answers mean what plain ones mean."""
+
+import json
+import random
+
+import mlx.core as mx
+import pytest
+from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
+
+from dflash_mlx.errors import PromptError, UsageError
+from dflash_mlx.generation import generate, hold_back, stream_generate
+from dflash_mlx.pair import ModelPair, load_pair
+from dflash_mlx.sampling import SamplingParams
+
+
+class Letters:
+    """A detokenizer: token i is the letter at i, and an odd space."""
+
+    def __init__(self):
+        self.text, self.offset, self.tokens = "", 0, []
+
+    def add_token(self, token):
+        self.tokens.append(token)
+        self.text += letter(token)
+
+    def finalize(self):
+        pass
+
+    @property
+    def last_segment(self):
+        segment, self.offset = self.text[self.offset :], len(self.text)
+        return segment
+
+
+class LetterTokenizer:
+    has_chat_template = False
+    eos_token_ids = frozenset({0})
+
+    @property
+    def detokenizer(self):
+        return Letters()
+
+    def encode(self, text):
+        return [1 + ord(c) % (VOCAB - 1) for c in text]
+
+
+def letter(token: int) -> str:
+    return chr(ord("A") + token)
+
+
+def make_pair(drafter=None, target=None):
+    target = target or tiny_target("llama")
+    return ModelPair(
+        name="tiny",
+        target=target,
+        drafter=drafter or tiny_drafter(),
+        tokenizer=LetterTokenizer(),
+        dtype=mx.float32,
+        block_size=8,
+    )
+
+
+def perfect_pair(prompt):
+    target = tiny_target("llama")
+    truth = plain_tokens(target, prompt, 80)
+    script = {len(prompt) + i: token for i, token in enumerate(truth)}
+    return make_pair(ScriptedDrafter(tiny_drafter().config, script), target)
+
+
+def both(pair, prompt, params, width=5):
+    """The same request drafted and plain; everything but the speeds must agree."""
+    drafted = generate(pair, prompt, params, width=width)
+    plain = generate(pair, prompt, params, draft=False)
+    for field in ("text", "token_ids", "finish_reason", "prompt_tokens", "generation_tokens"):
+        assert getattr(drafted, field) == getattr(plain, field), field
+    assert (drafted.mode, plain.mode) == ("dflash", "plain")
+    assert plain.acceptance is None
+    return drafted
+
+
+def test_limits_and_counts():
+    for max_tokens in (1, 2, 3, 6, 7, 8, 20):
+        answer = both(perfect_pair([3, 5]), [3, 5], SamplingParams(max_tokens=max_tokens))
+        acceptance = answer.acceptance
+        assert answer.generation_tokens == len(answer.token_ids)
+        assert acceptance.tokens + acceptance.single_steps == answer.generation_tokens
+        if answer.finish_reason == "length":
+            assert answer.generation_tokens == max_tokens
+
+
+def test_a_stop_string_ends_the_answer_exactly_there():
+    """Stop strings of one and more tokens, at every offset of a block: text before it, tokens up to its last one."""
+    prompt = [3, 5]
+    truth = plain_tokens(tiny_target("llama"), prompt, 30, {0})
+    text = "".join(letter(token) for token in truth if token)
+    for length in (1, 2, 3):
+        for start in range(len(text) - length):
+            stop = text[start : start + length]
+            answer = both(perfect_pair(prompt), prompt, SamplingParams(max_tokens=30, stop=(stop,)))
+            first = text.index(stop)
+            assert answer.text == text[:first]
+            assert answer.token_ids == truth[: first + length]
+            assert answer.finish_reason == "stop"
+
+
+def test_text_that_may_become_a_stop_string_is_not_shown_too_early():
+    shown = [r.text for r in stream_generate(perfect_pair([3, 5]), [3, 5], SamplingParams(max_tokens=20), width=3)]
+    whole = "".join(shown)
+    stop = (whole[6:9] + "never", whole[2:4])
+    pieces = [r.text for r in stream_generate(perfect_pair([3, 5]), [3, 5], SamplingParams(max_tokens=20, stop=stop))]
+    assert whole.startswith("".join(pieces))
+    assert stop[1] not in "".join(pieces)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("hello", ("xyz",), (("hello", ""), False)),
+        ("hello x", ("xyz",), (("hello ", "x"), False)),
+        ("hello xy", ("xyz", "yes"), (("hello ", "xy"), False)),
+        ("hello xyz there", ("there", "xyz"), (("hello ", ""), True)),
+        ("aab", ("ab",), (("a", ""), True)),
+        ("anything", (), (("anything", ""), False)),
+    ],
+)
+def test_hold_back(text, stop, expected):
+    assert hold_back(text, stop) == expected
+
+
+def test_a_conversation_continues_from_its_session():
+    """Later turns answer as a fresh session does, and compute only what is new."""
+    rng = random.Random(2)
+    pair = make_pair()
+    session = pair.new_session()
+    prompt = [rng.randrange(1, VOCAB) for _ in range(12)]
+    for _ in range(5):
+        params = SamplingParams(max_tokens=9)
+        answer = generate(pair, prompt, params, session=session, width=4)
+        fresh = generate(pair, prompt, params, width=4)
+        assert answer.token_ids == fresh.token_ids
+        prompt = prompt + answer.token_ids + [rng.randrange(1, VOCAB) for _ in range(3)]
+        assert session.tokens == prompt[: len(session.tokens)]
+    last = generate(pair, prompt, SamplingParams(max_tokens=2), session=session)
+    assert last.cached_tokens >= len(prompt) - 5
+
+
+def test_a_stopped_stream_leaves_the_session_usable():
+    pair = make_pair()
+    session = pair.new_session()
+    prompt = [7, 8, 9]
+    stream = stream_generate(pair, prompt, SamplingParams(max_tokens=40), session=session, width=5)
+    taken = [token for _ in range(3) for token in next(stream).token_ids]
+    # The stream is neither finished nor closed when the next request comes.
+    follow_up = [*prompt, *taken, 11]
+    later = stream_generate(pair, follow_up, SamplingParams(max_tokens=12), session=session, width=5)
+    answer = next(later).token_ids
+    # Nor may its end disturb the answer that is under way.
+    stream.close()
+    answer += [token for response in later for token in response.token_ids]
+    assert answer == generate(pair, follow_up, SamplingParams(max_tokens=12)).token_ids
+
+
+def test_json_object():
+    answer = both(make_pair(), [4, 2], SamplingParams(max_tokens=10))
+    found = json.loads(json.dumps(answer.to_json()))
+    assert set(found) >= {"text", "token_ids", "finish_reason", "prompt_tokens", "generation_tokens"}
+    assert set(found["acceptance"]) >= {"rounds", "drafted", "accepted", "mean_acceptance_length", "acceptance_rate"}
+
+
+def test_requests_that_cannot_be_met():
+    pair = make_pair()
+    pair.target.config["max_position_embeddings"] = 16
+    with pytest.raises(PromptError, match="context holds 16"):
+        generate(pair, list(range(1, 17)))
+    assert generate(pair, [1] * 10, SamplingParams(max_tokens=50), width=3).generation_tokens <= 6
+    with pytest.raises(PromptError, match="empty"):
+        generate(pair, [])
+    with pytest.raises(UsageError, match="from 0 to 7"):
+        generate(pair, [1], width=8)
+    with pytest.raises(UsageError, match="without a drafter"):
+        generate(pair, [1], session=pair.new_session(draft=False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "say what to load"),
+        ({"name": "demo", "model": "a/b"}, "not both"),
+        ({"name": "no-such-pair"}, "no-such-pair"),
+        ({"model": "no/such-target-known"}, "no drafter is known"),
+    ],
+)
+def test_load_pair_needs_to_know_what(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        load_pair(**arguments)
