@@ -148,7 +148,8 @@ class Pauses:
     """When drafting has lost more time than it may, rest for a number of tokens; longer each time it fails again.
 
     The loss is counted in plain steps: what a round took beyond what its tokens would have taken. Gains pay losses
-    back, but are not saved up, so a change for the worse is noticed as soon in a long answer as in a short one.
+    back, but are not saved up, so a change for the worse is noticed as soon in a long answer as in a short one. A run
+    of bad luck is no reason while the last ten or so rounds together were faster than plain decoding.
     """
 
     def __init__(self) -> None:
@@ -169,7 +170,7 @@ class Pauses:
         self._tokens = 0.9 * self._tokens + tokens
         self._seconds = 0.9 * self._seconds + seconds
         self._loss = max(0.0, self._loss + seconds / plain - tokens)
-        if self._loss > self._limit:
+        if self._loss > self._limit and self.speed * plain < 1.0:
             self.notice = (
                 f"drafting paused for {self._length} tokens: lately it was {self.speed * plain:.2f} times as fast as "
                 "plain decoding"

@@ -137,6 +137,14 @@ def test_pauses_grow_and_end():
     assert pauses.resting == 32
 
 
+def test_bad_luck_within_a_good_stretch_is_no_reason_to_pause():
+    """Two rounds in three lose a plain step and the third gains six: faster than plain on the whole."""
+    pauses = Pauses()
+    for i in range(300):
+        pauses.observe(8 if i % 3 == 0 else 1, 100.0, 50.0)
+        assert not pauses.resting
+
+
 def test_a_pause_comes_before_much_is_lost():
     """Rounds that take two plain steps and gain one token: a handful of steps is lost before the first pause."""
     pauses = Pauses()
