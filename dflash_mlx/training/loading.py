@@ -1,4 +1,4 @@
-"""The target of a training run: loaded, made fast where that pays, and told from others."""
+"""The target of a training run: loaded, and told from others."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,21 +6,15 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import dequantize_model
 
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.registry import find_pair, parse_source
 from dflash_mlx.pair import load_pair
-from dflash_mlx.runtime import backend
-from dflash_mlx.targets.target import Target, wrap_model
+from dflash_mlx.targets.target import Target
 from dflash_mlx.training.options import TrainOptions
 from dflash_mlx.training.progress import Progress
 from dflash_mlx.training.template import ChatFrame, chat_frame
-from dflash_mlx.training.trees import count_bytes
-
-# A quantized target is expanded when it then takes no more than this share of the memory.
-_EXPANDED_SHARE = 0.25
 
 
 @dataclass
@@ -64,19 +58,4 @@ def load(options: TrainOptions, *, quiet: bool = False) -> Loaded:
             "use --turns 1, or --thinking off."
         )
     name = folder.name if source.kind == "folder" else str(source)
-    return Loaded(name, folder, _fast_target(pair.target, pair.dtype), pair.tokenizer, frame, pair.dtype)
-
-
-def _fast_target(target: Target, dtype: mx.Dtype) -> Target:
-    """On CUDA a quantized target expanded, if there is room: for many rows quantized products are slow there."""
-    machine = backend()
-    quantized = target.config.get("quantization") or target.config.get("quantization_config")
-    if machine.kind != "cuda" or not quantized:
-        return target
-    weights = count_bytes(target.model.parameters())
-    if weights * 16 / int(quantized.get("bits", 4)) > _EXPANDED_SHARE * machine.memory_bytes:
-        return target
-    model = dequantize_model(target.model)
-    model.set_dtype(dtype)
-    mx.eval(model.parameters())
-    return wrap_model(model, target.config)
+    return Loaded(name, folder, pair.target, pair.tokenizer, frame, pair.dtype)
