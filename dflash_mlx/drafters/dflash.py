@@ -5,9 +5,8 @@ earlier position as extra keys and values, and each other. Only the features' ke
 rounds: a block's own are thrown away, so a drafter never has to roll anything back but rejected features.
 """
 
-import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +16,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from dflash_mlx.drafters.config import DraftConfig, parse_draft_config
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.hub.folder import read_json
 from dflash_mlx.targets.target import expand, keeps_quantized
 
 
@@ -180,7 +180,7 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None =
     """
     if dtype == mx.float16:
         dtype = mx.bfloat16
-    raw = _read_config(folder)
+    raw = read_json(folder / "config.json")
     drafter = DFlashDrafter(parse_draft_config(raw))
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -213,16 +213,3 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None =
     drafter.eval()
     mx.eval(drafter.parameters())
     return drafter
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"no config.json in the drafter folder {folder}.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} should hold a JSON object, found {type(raw).__name__}.")
-    return raw
