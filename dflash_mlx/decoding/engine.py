@@ -164,11 +164,11 @@ def draft(session: Session, after: Round, width: int, strategy: Strategy) -> Pro
     masks = mx.full((width,), drafter.config.mask_token_id, dtype=mx.uint32)
     block = mx.concatenate([after.outcome.next_anchor.astype(mx.uint32), masks])
     hidden = drafter(
-        session.target.embed(block[None]),
+        drafter.embed_block(block[None], session.target.embed),
         session.draft_cache,
         context_length=context_length if after.width else None,
     )
-    return strategy.propose(session.draft_logits(hidden[0, 1:]), context_length + 1, session.vocabulary)
+    return session.propose(strategy, hidden[0, 1:], anchor=block[:1], position=context_length + 1)
 
 
 def verify(

@@ -6,8 +6,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from dflash_mlx.decoding.accept import DraftVocabulary
+from dflash_mlx.decoding.accept import DraftVocabulary, Proposal, Strategy
+from dflash_mlx.decoding.path import propose_path
 from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.targets.rollback import Rollback, choose_rollback
 from dflash_mlx.targets.target import Target
 
@@ -50,7 +52,24 @@ class Session:
         assert self.drafter is not None
         ids = self.drafter.config.draft_token_ids
         head = self.target.head_for(ids) if ids else self.target.head
+        if self.drafter.config.own_head:
+            head = self.drafter.lm_head
         return self.drafter.adjust_logits(head(hidden))
+
+    def propose(self, strategy: Strategy, hidden: mx.array, *, anchor: mx.array, position: int | mx.array) -> Proposal:
+        """Draft from the drafter's hidden states (W, D) of the W places behind `anchor` (1,), `position` the first."""
+        logits = self.draft_logits(hidden)
+        if not isinstance(self.drafter, DFlash2Drafter):
+            return strategy.propose(logits, position, self.vocabulary)
+        return propose_path(
+            self.drafter.candidate_selector,
+            strategy,
+            hidden=hidden,
+            logits=logits,
+            anchor=anchor,
+            position=position,
+            vocabulary=self.vocabulary or DraftVocabulary(mx.arange(logits.shape[-1]), self.target.vocab_size),
+        )
 
     def forward(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D)."""

@@ -67,9 +67,9 @@ def test_rope_scaling_from_either_place():
     ("raw", "message"),
     [
         ({"model_type": "llama", "hidden_size": 64}, "not a DFlash drafter"),
-        (changed(architectures=["DFlash2DraftModel"]), "DFlash 2"),
+        (changed(architectures=["DFlash2DraftModel"]), "a DFlash 2 drafter needs conv_kernel_size"),
         (changed(architectures=["Qwen3DSparkModel"]), "DSpark"),
-        (changed(block_size=None), "block_size"),
+        (changed(head_dim=None, num_attention_heads=None), "num_attention_heads"),
         (changed(block_size=1), "block_size is 1"),
         (changed(layer_types=["full_attention"]), "layer_types has 1"),
         (changed(layer_types=["full_attention", "linear_attention"]), "linear_attention"),
