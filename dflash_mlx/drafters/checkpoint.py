@@ -1,5 +1,6 @@
 """Drafter folders -> drafters: z-lab's layout and that of speculators, quantized or not."""
 
+import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ Weights = dict[str, mx.array]
 
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 MASK_FILE = "mask_embedding.pt"
+_GROUP = 64  # weights that share a scale, where a drafter is quantized on loading
 # Copies of the target's own weights that speculators may write; the drafter uses the target's.
 _COPIES = ("embed_tokens.", "verifier_norm.", "verifier_lm_head.")
 
@@ -122,7 +124,11 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None =
     try:
         drafter.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
-        raise CheckpointError(f"the drafter's weights in {folder} do not fit its config.json: {error}") from error
+        what = textwrap.shorten(str(error), 300)
+        raise CheckpointError(
+            f"the drafter's weights in {folder} do not fit its config.json: {what} Fetch the folder again; if that does "
+            "not help, it is of a kind that this version does not run."
+        ) from error
     activations, bits = drafter_precision(dtype, lacks_bfloat16=lacks_bfloat16())
     if quantization:
         if keep_quantized is None:
@@ -147,9 +153,6 @@ def drafter_precision(dtype: mx.Dtype, *, lacks_bfloat16: bool) -> tuple[mx.Dtyp
     if dtype == mx.float32:
         return mx.float32, None
     return (mx.float32, 4) if lacks_bfloat16 else (mx.bfloat16, None)
-
-
-_GROUP = 64
 
 
 def _can_quantize(path: str, module: nn.Module) -> bool:
