@@ -126,8 +126,8 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None =
     except ValueError as error:
         what = textwrap.shorten(str(error), 300)
         raise CheckpointError(
-            f"the drafter's weights in {folder} do not fit its config.json: {what} Fetch the folder again; if that does "
-            "not help, it is of a kind that this version does not run."
+            f"the drafter's weights in {folder} do not fit its config.json: {what} Fetch the folder again; if that "
+            "does not help, it is of a kind that this version does not run."
         ) from error
     activations, bits = drafter_precision(dtype, lacks_bfloat16=lacks_bfloat16())
     if quantization:
