@@ -14,7 +14,8 @@ from dflash_mlx.checks import check_pair, check_shapes
 from dflash_mlx.decoding.costs import load_or_measure
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import AcceptanceEstimate, FixedWidth, RoundCosts, WidthPolicy, choose_policy
-from dflash_mlx.drafters.dflash import DFlashDrafter, load_drafter
+from dflash_mlx.drafters.checkpoint import load_drafter
+from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.registry import ModelSource, find_pair, find_pair_for_target, parse_source
