@@ -72,8 +72,7 @@ class Session:
         """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D)."""
         if self.device is not None:
             assert self.forwards is not None
-            for caches in self.device:
-                caches.reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
+            self.device[0].reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
             return self.forwards.verify(tokens, self.device[0])
         if self.drafter is None:
             return self.target.forward(tokens, self.target_cache), None
@@ -90,6 +89,7 @@ class Session:
             assert self.forwards is not None
             assert features is not None
             assert not self.pending
+            self.device[1].reserve(len(self.tokens) + self.in_flight + block.shape[0])
             return Draft(*self.forwards.draft(features, block, mx.array(end), self.device[1]))
         self.absorb_pending(features)
         embedded = self.drafter.embed_block(block[None], self.target.embed)
