@@ -144,6 +144,7 @@ def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int]
         if features is not None:
             session.absorb_pending(features)
         mx.eval([c.state for c in [*session.target_cache, *session.draft_cache]])
+        session.rollback.commit(session.target_cache, fed=len(chunk), keep=len(chunk))
         session.in_flight = 0
         session.tokens += chunk
         mx.clear_cache()
@@ -186,9 +187,7 @@ def verify(
     width = proposal.width if proposal else 0
     base = len(session.tokens) + session.in_flight
     fed = mx.concatenate([anchor.astype(mx.uint32), proposal.tokens.astype(mx.uint32)]) if proposal else anchor
-    if session.rollback is not None:
-        session.rollback.begin(session.target_cache)
-    logits, features = session.forward(fed[None])
+    logits, features = session.forward(fed[None], revocable=width > 0)
     session.in_flight += width + 1
     rows = logits[0]
     if processors and history is not None:
@@ -216,8 +215,7 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
     """Keep `kept` (the anchor and accepted drafts) of what the round fed; the rest leaves both caches."""
     keep = len(kept)
     session.in_flight -= finished.fed
-    if session.rollback is not None and keep < finished.fed:
-        session.rollback.commit(session.target_cache, fed=finished.fed, keep=keep)
+    session.rollback.commit(session.target_cache, fed=finished.fed, keep=keep)
     session.tokens += kept
     if session.drafter is None or finished.features is None:
         return

@@ -30,7 +30,7 @@ class Session:
     turn: int = 0
     target_cache: list[Any] = field(init=False)
     draft_cache: list[KVCache] = field(init=False)
-    rollback: Rollback | None = field(init=False)
+    rollback: Rollback = field(init=False)
     vocabulary: DraftVocabulary | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class Session:
         self.tokens, self.pending, self.in_flight = [], [], 0
         self.target_cache = self.target.make_cache()
         self.draft_cache = self.drafter.make_cache() if self.drafter else []
-        self.rollback = choose_rollback(self.target_cache) if self.drafter else None
+        self.rollback = choose_rollback(self.target_cache, self.target)
         ids = self.drafter.config.draft_token_ids if self.drafter else ()
         self.vocabulary = DraftVocabulary(mx.array(ids), self.target.vocab_size) if ids else None
 
@@ -52,11 +52,20 @@ class Session:
         head = self.target.head_for(ids) if ids else self.target.head
         return self.drafter.adjust_logits(head(hidden))
 
-    def forward(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
-        """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D)."""
-        if self.drafter is None:
-            return self.target.forward(tokens, self.target_cache), None
-        return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
+    def forward(self, tokens: mx.array, *, revocable: bool = False) -> tuple[mx.array, mx.array | None]:
+        """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D).
+
+        Each forward is to be followed by `rollback.commit`, which may keep a part of the tokens if `revocable`.
+        """
+        try:
+            with self.rollback.feeding(self.target_cache, tokens, revocable=revocable):
+                if self.drafter is None:
+                    return self.target.forward(tokens, self.target_cache), None
+                return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
+        except BaseException:
+            # Some layers have taken the tokens in, others have not.
+            self.reset()
+            raise
 
     def absorb_pending(self, newest: mx.array | None = None) -> None:
         """Move pending features, and `newest` behind them, into the drafter's cache."""
@@ -71,7 +80,7 @@ class Session:
         """Take out the positions of a launched round that will not be committed."""
         if self.in_flight:
             fed, self.in_flight = self.in_flight, 0
-            if not self._drop_from_target(fed):
+            if not self.rollback.trim(self.target_cache, fed):
                 self.reset()
         self._trim_drafts(len(self.tokens))
 
@@ -82,20 +91,11 @@ class Session:
         if count <= 0:
             return
         self.absorb_pending()
-        if not self._drop_from_target(count):
+        if not self.rollback.trim(self.target_cache, count):
             self.reset()
             return
         del self.tokens[length:]
         self._trim_drafts(length)
-
-    def _drop_from_target(self, count: int) -> bool:
-        if self.rollback is not None:
-            return self.rollback.trim(self.target_cache, count)
-        if not all(c.is_trimmable() for c in self.target_cache):
-            return False
-        for layer_cache in self.target_cache:
-            layer_cache.trim(count)
-        return True
 
     def _trim_drafts(self, length: int) -> None:
         for layer_cache in self.draft_cache:
