@@ -171,3 +171,22 @@ def test_features_are_the_residual_stream(target):
     """What is tapped behind the last layer, normed and given to the head, is the model's own best token."""
     drafter = tiny_drafter(block_size=4, taps=(0, LAYERS - 1))
     assert len(check_pair(target, drafter, dtype=mx.float32)) == 4
+
+
+def test_embeddings_are_those_of_the_first_layer(target):
+    """The drafter gets embeddings as the target scales them. (muse_glimmer norms its own, gemma3n adds streams.)"""
+    if type(target.layers[0]).__module__.endswith(("muse_glimmer", "gemma3n", "rwkv7")):
+        pytest.skip("this family does more than scale its embeddings")
+    seen = []
+    first = target.layers[0]
+    kind = type(first)
+
+    def watched(self, x, *args, **kwargs):
+        seen.append(x)
+        return kind.__call__(self, x, *args, **kwargs)
+
+    first.__class__ = type("Watched", (kind,), {"__call__": watched})
+    target.forward(mx.array([[5, 6, 7]]), target.make_cache())
+    first.__class__ = kind
+    # gemma3 rounds its scale to bfloat16's 8 bits.
+    assert mx.allclose(target.embed(mx.array([[5, 6, 7]])), seen[0], rtol=1 / 128)

@@ -144,7 +144,7 @@ def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int]
         if features is not None:
             session.absorb_pending(features)
         mx.eval([c.state for c in [*session.target_cache, *session.draft_cache]])
-        session.rollback.commit(session.target_cache, fed=len(chunk), keep=len(chunk))
+        session.keep(len(chunk), fed=len(chunk))
         session.in_flight = 0
         session.tokens += chunk
         mx.clear_cache()
@@ -215,7 +215,7 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
     """Keep `kept` (the anchor and accepted drafts) of what the round fed; the rest leaves both caches."""
     keep = len(kept)
     session.in_flight -= finished.fed
-    session.rollback.commit(session.target_cache, fed=finished.fed, keep=keep)
+    session.keep(keep, fed=finished.fed)
     session.tokens += kept
     if session.drafter is None or finished.features is None:
         return

@@ -1,5 +1,7 @@
 """The state of one conversation: what the target's and the drafter's caches hold."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,15 +57,24 @@ class Session:
     def forward(self, tokens: mx.array, *, revocable: bool = False) -> tuple[mx.array, mx.array | None]:
         """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D).
 
-        Each forward is to be followed by `rollback.commit`, which may keep a part of the tokens if `revocable`.
+        Each forward is to be followed by `keep`, which may keep only some of the tokens if `revocable`.
         """
+        with self._whole_or_reset(), self.rollback.feeding(self.target_cache, tokens, revocable=revocable):
+            if self.drafter is None:
+                return self.target.forward(tokens, self.target_cache), None
+            return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
+
+    def keep(self, kept: int, *, fed: int) -> None:
+        """Leave the first `kept` of the `fed` tokens of the oldest forward in the target's cache."""
+        with self._whole_or_reset():
+            self.rollback.commit(self.target_cache, fed=fed, keep=kept)
+
+    @contextmanager
+    def _whole_or_reset(self) -> Iterator[None]:
+        """Forget everything if a change to the target's caches fails in some layer, after others have made it."""
         try:
-            with self.rollback.feeding(self.target_cache, tokens, revocable=revocable):
-                if self.drafter is None:
-                    return self.target.forward(tokens, self.target_cache), None
-                return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
+            yield
         except BaseException:
-            # Some layers have taken the tokens in, others have not.
             self.reset()
             raise
 

@@ -94,12 +94,12 @@ class ReplayRollback:
             return
         assert not self._forwards, "a block was only partly kept, and more had been fed behind it"
         recording = forward.recording
-        exact = recording is not None and recording.is_complete(_recurrent(cache), fed)
-        _restore(cache, forward, drop=fed - keep if exact else fed)
-        if exact:
-            assert recording is not None
+        if keep and recording is not None and recording.is_complete(_recurrent(cache), fed):
+            _restore(cache, forward, drop=fed - keep)
             self._recorder.replay(recording, keep)
-        elif keep:
+            return
+        _restore(cache, forward, drop=fed)
+        if keep:
             self._target.forward(forward.tokens[:, :keep], cache)
 
     def trim(self, cache: list[Any], count: int) -> bool:
