@@ -48,6 +48,7 @@ _DELTA: dict[str, Any] = {
     "full_attention_interval": 2,
     "shared_expert_intermediate_size": 16,
 }
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROPE = {"type": "default", "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _LATENT: dict[str, Any] = {
     "kv_lora_rank": 16,
@@ -151,7 +152,7 @@ FAMILY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_k25": ("kimi_k25", {"text_config": {**_BASE, **_LATENT, "model_type": "kimi_k2"}}),
     "minimax": (
         "minimax",
-        {**_BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16, "rotary_dim": 4},
+        {**_BASE, **_LOCAL_EXPERTS, "shared_intermediate_size": 16, "rotary_dim": 4},
     ),
     "glm_moe_dsa": ("glm_moe_dsa", {**_BASE, **_LATENT, **_INDEX, "rope_parameters": _ROPE}),
     "muse_glimmer": ("muse_glimmer", {**_BASE, "sliding_window": WINDOW}),
@@ -236,6 +237,8 @@ FAMILY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Model files that do more to their embeddings than to scale them.
+OWN_EMBEDDINGS = ("muse_glimmer", "gemma3n", "rwkv7")
 # Seeds other than 0, for models that would repeat one token.
 _SEEDS = {"gemma3n": 7, "nemotron_h": 2, "rwkv7": 3}
 

@@ -130,7 +130,7 @@ def _embedding_scale(inner: nn.Module) -> float | None:
     for name in ("embed_scale", "embedding_multiplier"):
         if isinstance(getattr(inner, name, None), float | int):
             return float(getattr(inner, name))
-    settings = getattr(inner, "args", inner)
+    settings: Any = getattr(inner, "args", inner)
     if hasattr(settings, "scale_emb"):
         return float(settings.scale_emb)
     if type(inner).__module__.rpartition(".")[2] in _ROOT_SCALED:

@@ -46,7 +46,8 @@ def test_a_sliding_window_after_any_feeding_and_trimming():
             else:
                 refused += 1
                 assert drop > newest, "the newest block can always be taken back"
-    assert refused > 50 and filled > 300, "both outcomes came up"
+    assert refused > 50
+    assert filled > 300
 
 
 def test_a_chunked_cache_keeps_the_chunk_of_the_next_query():
