@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from test_lossless import RandomWidth
 from tiny import LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
-from tiny_families import FAMILY_CONFIGS, OWN_EMBEDDINGS, WINDOW, available, family_target
+from tiny_families import FAMILY_CONFIGS, OWN_EMBEDDINGS, WINDOW, family_target, unavailable
 
 from dflash_mlx.checks import check_pair
 from dflash_mlx.decoding import engine
@@ -27,8 +27,8 @@ RUN = {"strategy": Greedy(), "eos_ids": set()}
 
 @pytest.fixture(scope="module", params=sorted(FAMILY_CONFIGS))
 def target(request):
-    if not available(request.param):
-        pytest.skip(f"the installed mlx-lm has no model file for {request.param}")
+    if reason := unavailable(request.param):
+        pytest.skip(reason)
     return family_target(request.param)
 
 
@@ -55,6 +55,30 @@ def tokens_of(steps):
     return [token for step in steps for token in step.tokens]
 
 
+def check_drafters_context(session):
+    """The drafter's cache holds what it would hold had only the kept tokens ever been fed."""
+    session.absorb_pending()
+    fresh = Session(session.target, session.drafter)
+    engine.prefill(fresh, session.tokens)
+    for found, expected in zip(session.draft_cache, fresh.draft_cache, strict=True):
+        assert found.offset == expected.offset == len(session.tokens)
+        for name in ("keys", "values"):
+            a, b = (getattr(cache, name)[..., : cache.offset, :] for cache in (found, expected))
+            assert mx.allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+class NotedDrafts(Greedy):
+    """Greedy decoding that notes what was drafted in each round."""
+
+    def __init__(self):
+        self.drafts = []
+
+    def propose(self, logits, position, vocabulary=None):
+        proposal = super().propose(logits, position, vocabulary)
+        self.drafts.append(proposal.tokens.tolist())
+        return proposal
+
+
 @pytest.mark.parametrize("length", [3, 2 * CHUNK + WINDOW + 1], ids=["short-prompt", "long-prompt"])
 def test_rejection_at_every_offset(target, length):
     """Each round keeps exactly j drafts, for every j, while the answer goes over the edges of window and chunk."""
@@ -69,6 +93,7 @@ def test_rejection_at_every_offset(target, length):
         assert tokens_of(steps) == truth[:24]
         assert {step.num_accepted for step in steps[1:-1]} == {keep}
         assert session.tokens == (prompt + truth)[: length + 23]
+        check_drafters_context(session)
 
 
 def test_widths_that_change(target):
@@ -152,17 +177,20 @@ def test_a_failing_forward_leaves_no_half_fed_cache(target):
 
 
 def test_two_drafters_in_turn(target):
-    """Different taps on one loaded model: each drafter's rounds are those that it has alone."""
+    """Different taps on one loaded model: each drafter drafts and is accepted exactly as when it is alone."""
     prompt = draw(random.Random(5), 2 * WINDOW)
 
     def rounds(drafter):
-        steps = decode(Session(target, drafter), prompt, policy=FixedWidth(WIDTH), max_tokens=20, **RUN)
-        return [(step.tokens, step.num_accepted) for step in steps]
+        noted = NotedDrafts()
+        session = Session(target, drafter)
+        steps = decode(session, prompt, strategy=noted, policy=FixedWidth(WIDTH), max_tokens=12, eos_ids=set())
+        return [(step.tokens, step.num_accepted) for step in steps], noted.drafts
 
     first = tiny_drafter(block_size=WIDTH + 1, seed=11, taps=(0, 3))
     second = tiny_drafter(block_size=WIDTH + 1, seed=12, taps=(1, 2, 3))
     classes = [type(module) for module in target.model.modules()]
     alone = rounds(first), rounds(second)
+    assert alone[0][1] != alone[1][1], "the two draft differently"
     assert (rounds(second), rounds(first), rounds(second)) == (alone[1], alone[0], alone[1])
     assert [type(module) for module in target.model.modules()] == classes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 import test_families
-from tiny_families import FAMILY_CONFIGS, OWN_EMBEDDINGS, available, family_target
+from tiny_families import FAMILY_CONFIGS, OWN_EMBEDDINGS, family_target, unavailable
 
 from dflash_mlx.targets.rollback import ReplayRollback, choose_rollback
 from dflash_mlx.targets.trimming import is_trimmed, leaves
@@ -63,8 +63,8 @@ def written() -> list[str]:
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
 def test_the_row_is_up_to_date(name):
-    if not available(name):
-        pytest.skip(f"the installed mlx-lm has no model file for {name}")
+    if reason := unavailable(name):
+        pytest.skip(reason)
     assert row(name) in written(), "run: python tests/test_families_table.py"
 
 

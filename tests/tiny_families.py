@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 from mlx.utils import tree_map_with_path
 from tiny import HIDDEN, LAYERS, VOCAB
 
@@ -243,9 +244,21 @@ OWN_EMBEDDINGS = ("muse_glimmer", "gemma3n", "rwkv7")
 _SEEDS = {"gemma3n": 7, "nemotron_h": 2, "rwkv7": 3}
 
 
-def available(name: str) -> bool:
-    """Whether the installed mlx-lm has this family's model file."""
-    return find_spec(f"mlx_lm.models.{FAMILY_CONFIGS[name][0]}") is not None
+# What older versions of mlx-lm compute wrongly by themselves.
+_WRONG_BEFORE_0_32 = {
+    "gemma3n": "its shared keys got other positions in a block than in single steps (check_pair refuses it)",
+    "llama4": "its chunked cache lost its keys while they were fewer than its buffer held",
+}
+
+
+def unavailable(name: str) -> str | None:
+    """Why the installed mlx-lm cannot run a family, or None if it can."""
+    file = FAMILY_CONFIGS[name][0]
+    if find_spec(f"mlx_lm.models.{file}") is None:
+        return f"mlx-lm {mlx_lm.__version__} has no model file {file}.py"
+    if file in _WRONG_BEFORE_0_32 and tuple(map(int, mlx_lm.__version__.split(".")[:2])) < (0, 32):
+        return f"mlx-lm {mlx_lm.__version__}, {file}: {_WRONG_BEFORE_0_32[file]}"
+    return None
 
 
 def family_target(name: str) -> Target:

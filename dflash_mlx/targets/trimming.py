@@ -37,6 +37,8 @@ def is_trimmed(leaf: Any) -> bool:
 
 def can_trim(leaf: Any, count: int) -> bool:
     """Whether the cache still holds every key that is needed once its last `count` positions are gone."""
+    if count == 0:
+        return True
     length = int(leaf.offset) - count
     if length < 0:
         return False
