@@ -1,6 +1,6 @@
 """The state of one conversation: what the target's and the drafter's caches hold."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.decoding.accept import DraftVocabulary
-from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash import DFlashDrafter, DraftCache
+from dflash_mlx.targets.device_cache import DeviceKVCache, DeviceLength, stand_in
 from dflash_mlx.targets.rollback import Rollback, choose_rollback
 from dflash_mlx.targets.target import Target
 
@@ -21,7 +22,8 @@ class Session:
     Invariants between rounds: the target's cache holds exactly `tokens`; the drafter's cache holds the first of
     those positions and `pending` the features (1, L, taps * D) of the others, in order. `in_flight` counts the
     positions of a launched round that has not been committed; `settle` takes them out again. `turn` counts answers,
-    so that one that was left unfinished does not touch the caches once the next has begun.
+    so that one that was left unfinished does not touch the caches once the next has begun. Between `lengths_to_device`
+    and `lengths_to_host`, in the middle of an answer, device caches stand in for both lists.
     """
 
     target: Target
@@ -31,16 +33,18 @@ class Session:
     in_flight: int = 0
     turn: int = 0
     target_cache: list[Any] = field(init=False)
-    draft_cache: list[KVCache] = field(init=False)
+    draft_cache: Sequence[DraftCache] = field(init=False)
     rollback: Rollback = field(init=False)
     vocabulary: DraftVocabulary | None = field(init=False)
+    # Lengths of the target's and the drafter's caches while they are on the device.
+    device_lengths: tuple[DeviceLength, DeviceLength] | None = None
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.tokens, self.pending, self.in_flight = [], [], 0
+        self.tokens, self.pending, self.in_flight, self.device_lengths = [], [], 0, None
         self.target_cache = self.target.make_cache()
         self.draft_cache = self.drafter.make_cache() if self.drafter else []
         self.rollback = choose_rollback(self.target_cache, self.target)
@@ -59,13 +63,21 @@ class Session:
 
         Each forward is to be followed by `keep`, which may keep only some of the tokens if `revocable`.
         """
+        if self.device_lengths is not None:
+            for held in self.device_lengths:
+                held.reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
         with self._whole_or_reset(), self.rollback.feeding(self.target_cache, tokens, revocable=revocable):
             if self.drafter is None:
                 return self.target.forward(tokens, self.target_cache), None
             return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
 
     def keep(self, kept: int, *, fed: int) -> None:
-        """Leave the first `kept` of the `fed` tokens of the oldest forward in the target's cache."""
+        """Leave the first `kept` of the `fed` tokens of the oldest forward in the target's cache.
+
+        While the lengths are on the device, they alone say what is left.
+        """
+        if self.device_lengths is not None:
+            return
         with self._whole_or_reset():
             self.rollback.commit(self.target_cache, fed=fed, keep=kept)
 
@@ -87,13 +99,44 @@ class Session:
             )
         self.pending = []
 
+    @property
+    def next_position(self) -> int | mx.array:
+        """Where the next token fed to the target will be."""
+        return self.device_lengths[0].value if self.device_lengths else len(self.tokens) + self.in_flight
+
+    def can_queue_ahead(self) -> bool:
+        """Whether the lengths of both models' caches may stay on the device."""
+        return self.drafter is not None and self.target.takes_device_lengths()
+
+    def lengths_to_device(self, length: mx.array) -> None:
+        """From here on both caches hold `length` positions, () int, a number that the host need not know.
+
+        The target's may hold more, of which the rest is forgotten.
+        """
+        if self.device_lengths is None:
+            self.target_cache, target_length = stand_in(self.target_cache)
+            self.draft_cache, draft_length = stand_in(self.draft_cache)
+            self.device_lengths = target_length, draft_length
+        for held in self.device_lengths:
+            held.set(length)
+
+    def lengths_to_host(self) -> None:
+        """Back to the usual caches with the committed tokens; what a launched round fed beyond them is forgotten."""
+        if self.device_lengths is None:
+            return
+        absorbed = len(self.tokens) - sum(features.shape[1] for features in self.pending)
+        self.target_cache = [cache.give_back(len(self.tokens)) for cache in self.target_cache]
+        self.draft_cache = [cache.give_back(absorbed) for cache in self.draft_cache if isinstance(cache, DeviceKVCache)]
+        self.device_lengths, self.in_flight = None, 0
+
     def settle(self) -> None:
         """Take out the positions of a launched round that will not be committed."""
+        self.lengths_to_host()
         if self.in_flight:
             fed, self.in_flight = self.in_flight, 0
             if not self.rollback.trim(self.target_cache, fed):
                 self.reset()
-        self._trim_drafts(len(self.tokens))
+        self.trim_drafts(len(self.tokens))
 
     def rewind(self, length: int) -> None:
         """Keep only the first `length` tokens; forget everything if the caches cannot go back."""
@@ -106,10 +149,12 @@ class Session:
             self.reset()
             return
         del self.tokens[length:]
-        self._trim_drafts(length)
+        self.trim_drafts(length)
 
-    def _trim_drafts(self, length: int) -> None:
+    def trim_drafts(self, length: int) -> None:
+        """Keep at most the first `length` positions in the drafter's cache."""
         for layer_cache in self.draft_cache:
+            assert isinstance(layer_cache, KVCache)
             layer_cache.trim(max(0, layer_cache.offset - length))
 
 
