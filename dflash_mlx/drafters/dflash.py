@@ -5,7 +5,7 @@ earlier position as extra keys and values, and each other. Only the features' ke
 rounds: a block's own are thrown away, so a drafter never has to roll anything back but rejected features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +14,10 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.rope import make_rope
+from dflash_mlx.drafters.sight import Sight, look
+from dflash_mlx.targets.device_cache import DeviceKVCache, held_rows
+
+DraftCache = KVCache | DeviceKVCache
 
 
 class DraftAttention(nn.Module):
@@ -40,18 +44,17 @@ class DraftAttention(nn.Module):
         return rope(keys, offset=position), values
 
     def __call__(
-        self, x: mx.array, cache: KVCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
+        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, sight: Sight
     ) -> mx.array:
-        """x: (1, B, D). The mask's columns are the newest cached positions, all or some, and then the block's."""
         batch, length, _ = x.shape
         queries = self.q_norm(self.q_proj(x).reshape(batch, length, self.num_heads, -1)).transpose(0, 2, 1, 3)
         queries = rope(queries, offset=position)
         keys, values = self.keys_and_values(x, rope, position)
-        if cache.keys is not None and cache.values is not None:
-            first = 0 if mask is None else cache.offset + length - mask.shape[-1]
-            keys = mx.concatenate([cache.keys[..., first : cache.offset, :], keys], axis=2)
-            values = mx.concatenate([cache.values[..., first : cache.offset, :], values], axis=2)
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
+        held = held_rows(cache)
+        if held is not None:
+            keys = mx.concatenate([sight.read(held[0]), keys], axis=2)
+            values = mx.concatenate([sight.read(held[1]), values], axis=2)
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=sight.mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
 
@@ -75,9 +78,9 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(
-        self, x: mx.array, cache: KVCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
+        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, sight: Sight
     ) -> mx.array:
-        h = x + self.self_attn(self.input_layernorm(x), cache, rope, position, mask)
+        h = x + self.self_attn(self.input_layernorm(x), cache, rope, position, sight)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -112,7 +115,7 @@ class DFlashDrafter(nn.Module):
     def rope_of(self, layer: int) -> nn.Module:
         return self._ropes[self.config.layer_types[layer]]
 
-    def make_cache(self) -> list[KVCache]:
+    def make_cache(self) -> list[DraftCache]:
         return [KVCache() for _ in self.layers]
 
     def embed_block(self, tokens: mx.array, embed: Callable[[mx.array], mx.array]) -> mx.array:
@@ -123,7 +126,7 @@ class DFlashDrafter(nn.Module):
         is_mask = (tokens == self.config.mask_token_id)[..., None]
         return mx.where(is_mask, self.mask_embedding.astype(embedded.dtype), embedded)
 
-    def extend_context(self, target_hidden: mx.array, cache: list[KVCache]) -> None:
+    def extend_context(self, target_hidden: mx.array, cache: Sequence[DraftCache]) -> None:
         """Append the keys and values of the next positions' features to the cache.
 
         target_hidden: (1, L, taps * D), the target's tapped layer outputs, for the L positions after those
@@ -135,36 +138,35 @@ class DFlashDrafter(nn.Module):
             layer_cache.update_and_fetch(keys, values)
 
     def __call__(
-        self, block: mx.array, cache: list[KVCache], *, context_length: int | mx.array | None = None
+        self, block: mx.array, cache: Sequence[DraftCache], *, context_length: int | mx.array | None = None
     ) -> mx.array:
         """Hidden states of a block, ready for the target's vocabulary head.
 
         block: (1, B, D) embeddings of the anchor and B - 1 mask tokens. `context_length` is the number of
-        cached positions that are valid, and so the anchor's position: None means all of them. Given as an
-        array it may still be unknown to the host; then all but the block's size of them are valid at least.
-        Returns (1, B, D); row i predicts the token i places after the anchor, row 0 is unused.
+        cached positions that are valid, and so the anchor's position: None means all of them (not with device
+        caches). Given as an array it may still be unknown to the host. Returns (1, B, D); row i predicts the token
+        i places after the anchor, row 0 is unused.
         """
-        held = cache[0].offset
+        rows = held_rows(cache[0])
+        held = rows[0].shape[2] if rows else 0
         position = held if context_length is None else context_length
-        masks = self._masks(block.shape[1], held, context_length)
+        config = self.config
+        sights = {
+            kind: look(
+                block.shape[1],
+                held,
+                context_length,
+                causal=config.layer_is_causal(i),
+                window=config.sliding_window if config.layer_is_sliding(i) else None,
+            )
+            for kind, i in {kind: i for i, kind in enumerate(config.layer_types)}.items()
+        }
         h = block.astype(self.dtype)
-        if self.config.input_embedding_scale != 1.0:
-            h = h * self.config.input_embedding_scale
+        if config.input_embedding_scale != 1.0:
+            h = h * config.input_embedding_scale
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
-            h = layer(h, layer_cache, self.rope_of(i), position, masks[self.config.layer_types[i]])
+            h = layer(h, layer_cache, self.rope_of(i), position, sights[config.layer_types[i]])
         return self.norm(h).astype(block.dtype)
-
-    def _masks(self, block: int, held: int, valid: int | mx.array | None) -> dict[str, mx.array | None]:
-        """What a block's rows see, by layer type. Sliding layers do not even read what is out of every row's sight."""
-        masks = {}
-        for i, kind in enumerate(self.config.layer_types):
-            if kind in masks:
-                continue
-            window = self.config.sliding_window if self.config.layer_is_sliding(i) else None
-            first = 0 if window is None else max(0, held - self.config.block_size - window)
-            causal = self.config.layer_is_causal(i)
-            masks[kind] = attention_mask(block, held, valid, causal=causal, window=window, first=first)
-        return masks
 
     def adjust_logits(self, logits: mx.array) -> mx.array:
         """Apply the checkpoint's output multiplier and soft cap to the target head's logits (any shape)."""
@@ -172,29 +174,3 @@ class DFlashDrafter(nn.Module):
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return mx.tanh(logits / cap) * cap if cap else logits
-
-
-def attention_mask(
-    block: int, held: int, valid: int | mx.array | None, *, causal: bool, window: int | None, first: int = 0
-) -> mx.array | None:
-    """Which of the cached positions `first` to `held` and of `block` block rows each block row may see.
-
-    Boolean (block, held - first + block), or None where everything is visible. A row sees cached positions below
-    `valid` (all of them when None); with a window only those less than `window` before it. Inside the block a
-    row sees all rows, or those up to itself when `causal`.
-    """
-    if valid is None and not causal and window is None:
-        return None
-    if valid is None:
-        valid = held
-    rows = mx.arange(block)[:, None]
-    columns = mx.arange(first, held + block)[None]
-    in_block = columns - held
-    context = (columns < held) & (columns < valid)
-    inside = in_block >= 0
-    if causal:
-        inside = inside & (in_block <= rows)
-    if window is not None:
-        context = context & (valid + rows - columns < window)
-        inside = inside & (mx.abs(in_block - rows) < window)
-    return context | inside

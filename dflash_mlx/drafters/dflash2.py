@@ -7,10 +7,10 @@ candidate by the one chosen before it, so that the drafts are one path. Format a
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.drafters.config import DraftConfig
-from dflash_mlx.drafters.dflash import DFlashDrafter, DraftLayer
+from dflash_mlx.drafters.dflash import DFlashDrafter, DraftCache, DraftLayer
+from dflash_mlx.drafters.sight import Sight
 
 
 class LocalConv(nn.Module):
@@ -50,11 +50,11 @@ class DraftLayer2(DraftLayer):
         self.mlp_conv = LocalConv(config)
 
     def __call__(
-        self, x: mx.array, cache: KVCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
+        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, sight: Sight
     ) -> mx.array:
         normed = self.input_layernorm(x)
         before, behind = self.attention_conv.kernels(normed)
-        attended = self.self_attn(self.attention_conv(normed, before), cache, rope, position, mask)
+        attended = self.self_attn(self.attention_conv(normed, before), cache, rope, position, sight)
         h = x + self.attention_conv(attended, behind)
         normed = self.post_attention_layernorm(h)
         before, behind = self.mlp_conv.kernels(normed)
