@@ -16,7 +16,7 @@ _DEFAULT_BLOCK = 16  # where a checkpoint does not say, as in the official loade
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # A rope with three position axes; a drafter's text has one, and then it is the plain rope.
 _PLAIN_ROPES = ("default", "mrope")
-_DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _check(config: DraftConfig, raw: dict[str, Any]) -> None:
 def _dflash2_problems(config: DraftConfig, raw: dict[str, Any]) -> list[str]:
     """DFlash 2 needs all of its fields, and DFlash has none of them."""
     said = "DFlash2DraftModel" in (raw.get("architectures") or ())
-    values = {name: getattr(config, name) for name in _DFLASH2_FIELDS}
+    values = {name: getattr(config, name) for name in DFLASH2_FIELDS}
     if not said and not any(values.values()):
         return []
     problems = [f"a DFlash 2 drafter needs {name}" for name, value in values.items() if value < 1]
