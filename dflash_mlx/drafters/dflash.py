@@ -14,8 +14,8 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.rope import make_rope
-from dflash_mlx.drafters.sight import Sight, look
-from dflash_mlx.targets.device_cache import DeviceKVCache, held_rows
+from dflash_mlx.drafters.sight import Sight, look, look_in_place
+from dflash_mlx.targets.device_cache import DeviceKVCache
 
 DraftCache = KVCache | DeviceKVCache
 
@@ -46,14 +46,16 @@ class DraftAttention(nn.Module):
     def __call__(
         self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, sight: Sight
     ) -> mx.array:
+        """x: (1, B, D). Into a device cache the block is written behind the context, for as long as it is drafted."""
         batch, length, _ = x.shape
         queries = self.q_norm(self.q_proj(x).reshape(batch, length, self.num_heads, -1)).transpose(0, 2, 1, 3)
         queries = rope(queries, offset=position)
         keys, values = self.keys_and_values(x, rope, position)
-        held = held_rows(cache)
-        if held is not None:
-            keys = mx.concatenate([sight.read(held[0]), keys], axis=2)
-            values = mx.concatenate([sight.read(held[1]), values], axis=2)
+        if isinstance(cache, DeviceKVCache):
+            keys, values = (sight.read(rows) for rows in cache.write(keys, values, at=mx.array(position)))
+        elif cache.keys is not None and cache.values is not None:
+            keys = mx.concatenate([sight.read(cache.keys[..., : cache.offset, :]), keys], axis=2)
+            values = mx.concatenate([sight.read(cache.values[..., : cache.offset, :]), values], axis=2)
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=sight.mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
@@ -115,7 +117,7 @@ class DFlashDrafter(nn.Module):
     def rope_of(self, layer: int) -> nn.Module:
         return self._ropes[self.config.layer_types[layer]]
 
-    def make_cache(self) -> list[DraftCache]:
+    def make_cache(self) -> list[KVCache]:
         return [KVCache() for _ in self.layers]
 
     def embed_block(self, tokens: mx.array, embed: Callable[[mx.array], mx.array]) -> mx.array:
@@ -147,26 +149,28 @@ class DFlashDrafter(nn.Module):
         caches). Given as an array it may still be unknown to the host. Returns (1, B, D); row i predicts the token
         i places after the anchor, row 0 is unused.
         """
-        rows = held_rows(cache[0])
-        held = rows[0].shape[2] if rows else 0
-        position = held if context_length is None else context_length
         config = self.config
-        sights = {
-            kind: look(
-                block.shape[1],
-                held,
-                context_length,
-                causal=config.layer_is_causal(i),
-                window=config.sliding_window if config.layer_is_sliding(i) else None,
-            )
-            for kind, i in {kind: i for i, kind in enumerate(config.layer_types)}.items()
-        }
+        position = cache[0].offset if context_length is None else context_length
+        sights = self._sights(block.shape[1], cache[0], context_length)
         h = block.astype(self.dtype)
         if config.input_embedding_scale != 1.0:
             h = h * config.input_embedding_scale
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             h = layer(h, layer_cache, self.rope_of(i), position, sights[config.layer_types[i]])
         return self.norm(h).astype(block.dtype)
+
+    def _sights(self, block: int, cache: DraftCache, valid: int | mx.array | None) -> dict[str, Sight]:
+        """What a block's rows see, by layer type."""
+        sights = {}
+        for kind, i in {kind: i for i, kind in enumerate(self.config.layer_types)}.items():
+            window = self.config.sliding_window if self.config.layer_is_sliding(i) else None
+            causal = self.config.layer_is_causal(i)
+            if isinstance(cache, DeviceKVCache):
+                assert valid is not None
+                sights[kind] = look_in_place(block, cache.keys.shape[2], valid, causal=causal, window=window)
+            else:
+                sights[kind] = look(block, cache.offset, valid, causal=causal, window=window)
+        return sights
 
     def adjust_logits(self, logits: mx.array) -> mx.array:
         """Apply the checkpoint's output multiplier and soft cap to the target head's logits (any shape)."""

@@ -7,9 +7,10 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Sight:
-    """`count` cached rows from `first` on (all of them when None), and what of those and of the block's rows is seen.
+    """The rows to read, `count` from `first` on (all of them when None), and what each row of the block sees of them.
 
-    mask: boolean (block, count + block), or None where everything is visible.
+    mask: boolean, (block, rows read) and behind those the block's own where they are not among them; None where
+    everything is visible.
     """
 
     mask: mx.array | None
@@ -17,7 +18,7 @@ class Sight:
     count: int | None = None
 
     def read(self, rows: mx.array) -> mx.array:
-        """The cached rows in sight, out of all (1, heads, held, head_dim)."""
+        """The rows in sight, out of all (1, heads, rows, head_dim)."""
         if self.count is None:
             return rows
         if isinstance(self.first, int):
@@ -42,6 +43,18 @@ def look(block: int, held: int, valid: int | mx.array | None, *, causal: bool, w
     oldest = valid - count
     first = max(0, oldest) if isinstance(oldest, int) else mx.maximum(oldest, 0)
     return Sight(_mask(block, first + mx.arange(count), valid, causal=causal, window=window), first, count)
+
+
+def look_in_place(block: int, rows: int, valid: int | mx.array, *, causal: bool, window: int | None) -> Sight:
+    """`look` for a block that is written into a cache of `rows` rows, behind the `valid` positions of its context."""
+    count = rows if window is None else min(rows, window - 1 + block)
+    first = mx.clip(mx.array(valid) - (count - block), 0, rows - count) if count < rows else 0
+    positions = first + mx.arange(count)
+    own = valid + mx.arange(block)[:, None]
+    mask = positions <= own if causal else mx.broadcast_to(positions < valid + block, (block, count))
+    if window is not None:
+        mask = mask & (mx.abs(own - positions) < window)
+    return Sight(mask, first, count if count < rows else None)
 
 
 def _mask(block: int, positions: mx.array, valid: int | mx.array, *, causal: bool, window: int | None) -> mx.array:

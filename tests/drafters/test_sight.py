@@ -4,8 +4,8 @@ import mlx.core as mx
 import pytest
 from tiny import HIDDEN, tiny_drafter
 
-from dflash_mlx.drafters.sight import look
-from dflash_mlx.targets.device_cache import stand_in
+from dflash_mlx.drafters.sight import look, look_in_place
+from dflash_mlx.targets.device_cache import DeviceCaches
 
 WINDOW = 5
 
@@ -40,6 +40,20 @@ def test_sight_is_the_rule(held, valid, on_device, window, causal):
         assert len(read) <= max(held, window)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 1, WINDOW, 100])
+@pytest.mark.parametrize(("rows", "valid"), [(7, 0), (12, 3), (40, 33), (40, 9)])
+def test_sight_of_a_block_written_into_the_cache(rows, valid, window, causal):
+    block = 7
+    sight = look_in_place(block, rows, mx.array(valid), causal=causal, window=window)
+    read = sight.read(mx.arange(rows).reshape(1, 1, rows, 1)).reshape(-1).tolist()
+    expected = visible(block, valid, causal=causal, window=window)
+    for mask, (context, inside) in zip(sight.mask.tolist(), expected, strict=True):
+        assert {p for p, sees in zip(read, mask, strict=True) if sees} == context | {valid + r for r in inside}
+    if window is not None:
+        assert len(read) <= window - 1 + block
+
+
 def test_all_is_seen_without_a_mask():
     assert look(4, 9, None, causal=False, window=None).mask is None
 
@@ -63,7 +77,9 @@ def test_rejected_rows_are_not_seen(changes, device):
     drafter.extend_context(features[:, :16], clean)
     drafter.extend_context(features, dirty)
     if device:
-        dirty, length = stand_in(dirty)
-        length.set(16)
+        caches = DeviceCaches.stand_in(dirty)
+        caches.length.value = mx.array(16)
+        caches.reserve(40)
+        dirty = caches.layers
     found = drafter(block, dirty, context_length=mx.array(16))
     assert mx.allclose(found, drafter(block, clean), atol=1e-5).item()
