@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from mlx.utils import tree_flatten
 
+from dflash_mlx.drafters.checkpoint import make_drafter
 from dflash_mlx.drafters.config import parse_draft_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -183,3 +185,21 @@ def test_published(name):
     assert (*said, read.is_dflash2) == MEANT[name]
     assert read.feature_size == taps * read.hidden_size
     assert all(0 <= i < read.num_target_layers for i in read.target_layer_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "gibibytes", "tensors"),
+    [
+        ("Qwen3-4B", 1.00, 58),
+        ("Qwen3.6-35B-A3B, retrained", 0.72, 69),
+        ("Gemma-4-31B-it", 2.86, 58),
+        ("gpt-oss-20b", 1.46, 91 + 4 * 8),
+        ("Kimi-K2.5", 6.48, 69),
+        ("Qwen3.8-27B-DFlash2", 3_848_817_896 / 2**30, 81),
+    ],
+)
+def test_a_drafter_has_the_size_of_the_published_file(name, gibibytes, tensors):
+    """In bfloat16. The arrays are never computed, so nothing of that size is in memory."""
+    arrays = dict(tree_flatten(make_drafter(parse_draft_config(PUBLISHED[name])).parameters()))
+    assert len(arrays) == tensors
+    assert sum(array.size for array in arrays.values()) * 2 / 2**30 == pytest.approx(gibibytes, abs=0.006)
