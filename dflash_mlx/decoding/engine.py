@@ -95,12 +95,13 @@ def decode(
             confidence: mx.array | None = None
             if width > 0:
                 proposal = draft(session, current, width, strategy)
-                confidence = proposal.confidence() if policy.reads_confidence else None
-                mx.async_eval(proposal.tokens, *([confidence] if confidence is not None else []))
                 if queue_ahead:
                     session.to_device(mx.array(current.end))
                     ahead = verify(session, current.outcome.next_anchor, proposal, strategy, None, None)
                     ahead.drafted = width
+                else:
+                    confidence = proposal.confidence() if policy.reads_confidence else None
+                    mx.async_eval(proposal.tokens, *([confidence] if confidence is not None else []))
             elif current.width == 0 and remaining > 1 and session.device is None:
                 if history is not None:
                     history = mx.concatenate([history, current.outcome.tokens])[-_HISTORY:]
