@@ -171,6 +171,8 @@ def test_a_mask_row_in_a_pytorch_file(value, tmp_path):
         ({"storage": "LongStorage"}, "it asks for torch.LongStorage"),
         ({"value": lambda row: {"mask_token_id": 7, "embedding": row}}, "for the mask token 7, config.json says 39"),
         ({"value": lambda row: [1]}, "cannot read the drafter's mask embedding"),
+        ({"data": BITS[:9]}, "cannot read the drafter's mask embedding"),
+        ({"data": BITS[:40]}, "cannot read the drafter's mask embedding"),
     ],
 )
 def test_a_pytorch_file_runs_nothing(file, message, tmp_path):
