@@ -159,6 +159,7 @@ def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int]
         if features is not None:
             session.absorb_pending(features)
         mx.eval([c.state for c in [*session.target_cache, *session.draft_cache]])
+        session.keep(len(chunk), fed=len(chunk))
         session.in_flight = 0
         session.tokens += chunk
         mx.clear_cache()
@@ -194,9 +195,7 @@ def verify(
     width = proposal.width if proposal else 0
     base = session.next_position
     fed = mx.concatenate([anchor.astype(mx.uint32), proposal.tokens.astype(mx.uint32)]) if proposal else anchor
-    if session.rollback is not None:
-        session.rollback.begin(session.target_cache)
-    logits, features = session.forward(fed[None])
+    logits, features = session.forward(fed[None], revocable=width > 0)
     session.in_flight += width + 1
     rows = logits[0]
     if processors and history is not None:
@@ -225,8 +224,8 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
     keep = len(kept)
     session.in_flight -= finished.fed
     queued_ahead = session.device is not None
-    if session.rollback is not None and keep < finished.fed and not queued_ahead:
-        session.rollback.commit(session.target_cache, fed=finished.fed, keep=keep)
+    if not queued_ahead:
+        session.keep(keep, fed=finished.fed)
     session.tokens += kept
     if session.drafter is None or finished.features is None:
         return
