@@ -5,10 +5,11 @@ from pathlib import Path
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub import huggingface, pypi
 from dflash_mlx.hub.folder import check_folder
+from dflash_mlx.hub.local import find_local
 from dflash_mlx.hub.registry import ModelSource, shipped_folder
 from dflash_mlx.hub.store import Report
 
-__all__ = ["Report", "ensure_model", "is_ready"]
+__all__ = ["Report", "ensure_model", "find_on_disk", "is_ready"]
 
 
 def ensure_model(source: ModelSource, *, report: Report | None = None) -> Path:
@@ -21,7 +22,8 @@ def ensure_model(source: ModelSource, *, report: Report | None = None) -> Path:
     if source.kind == "pypi-gguf":
         return pypi.ensure(source, report=report)
     if source.kind == "hub":
-        return huggingface.ensure(source, report=report)
+        elsewhere = _elsewhere(source)
+        return elsewhere or huggingface.ensure(source, report=report)
     return check_folder(_local(source))
 
 
@@ -29,13 +31,24 @@ def is_ready(source: ModelSource) -> bool:
     """Whether `ensure_model` would answer at once. Never touches the network."""
     if source.kind == "pypi-gguf":
         return pypi.is_ready(source)
-    if source.kind == "hub":
-        return huggingface.is_ready(source)
+    return find_on_disk(source) is not None
+
+
+def find_on_disk(source: ModelSource) -> Path | None:
+    """The complete folder of a source, without network; None where there is none."""
     try:
-        check_folder(_local(source))
+        if source.kind == "pypi-gguf":
+            return pypi.ensure(source, report=_silent) if pypi.is_ready(source) else None
+        if source.kind == "hub":
+            return _elsewhere(source) or huggingface.find_cached(source)
+        return check_folder(_local(source))
     except CheckpointError:
-        return False
-    return True
+        return None
+
+
+def _elsewhere(source: ModelSource) -> Path | None:
+    """A copy outside the Hub's cache. Those say nothing about their revision, so a wanted one is not looked for."""
+    return find_local(source.repo) if source.repo is not None and source.revision is None else None
 
 
 def _local(source: ModelSource) -> Path:
