@@ -1,15 +1,17 @@
 """A ModelSource -> a folder on this disk with config.json, *.safetensors and, for targets, the tokenizer."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub import huggingface, pypi
 from dflash_mlx.hub.folder import check_folder
+from dflash_mlx.hub.hub_files import checkable_files, damaged_files
 from dflash_mlx.hub.local import find_local
 from dflash_mlx.hub.registry import ModelSource, shipped_folder
 from dflash_mlx.hub.store import Report
 
-__all__ = ["Report", "ensure_model", "find_on_disk", "is_ready"]
+__all__ = ["Pulled", "Report", "ensure_model", "find_on_disk", "is_ready", "pull"]
 
 
 def ensure_model(source: ModelSource, *, report: Report | None = None) -> Path:
@@ -25,6 +27,37 @@ def ensure_model(source: ModelSource, *, report: Report | None = None) -> Path:
         elsewhere = _elsewhere(source)
         return elsewhere or huggingface.ensure(source, report=report)
     return check_folder(_local(source))
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A model that is on this disk now. `revision`: its commit, where the Hub's cache holds it."""
+
+    folder: Path
+    revision: str | None
+    fetched: bool  # whether anything had to come over the network
+    verified_files: int | None  # files compared with their checksums; None where that was not asked for
+
+
+def pull(source: ModelSource, *, verify: bool = False, update: bool = False, report: Report | None = None) -> Pulled:
+    """Bring a model onto this disk, as `ensure_model` does, and say where it is.
+
+    verify: compare the copy that was there with its checksums and fetch what is damaged again; files that are fetched
+    are always compared. update: ask the Hub whether there is a newer state. Raises as `ensure_model`.
+    """
+    report = report or _silent
+    before = find_on_disk(source)
+    if source.kind != "hub" or (before is not None and not huggingface.is_cache(before) and not update):
+        return Pulled(ensure_model(source, report=report), None, fetched=before is None, verified_files=None)
+    if before is None or update:
+        folder = huggingface.fetch(source, report=report, verify=verify)
+        changed = folder != before
+    else:
+        report(f"checking {source}" if verify else f"{source} is here", None)
+        changed = verify and bool(damaged_files(before))
+        folder = huggingface.fetch(source, report=report, verify=True) if changed else before
+    checked = checkable_files(folder) if verify or changed else None
+    return Pulled(folder, folder.name, fetched=changed, verified_files=checked)
 
 
 def is_ready(source: ModelSource) -> bool:

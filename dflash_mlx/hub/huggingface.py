@@ -87,6 +87,11 @@ def find_cached(source: ModelSource) -> Path | None:
     return check_folder(Path(folder))
 
 
+def is_cache(folder: Path) -> bool:
+    """Whether a model folder is a snapshot in the Hub's cache."""
+    return folder.parent.name == "snapshots"
+
+
 def card_facts(source: ModelSource) -> tuple[dict[str, Any], tuple[str, ...]]:
     """config.json and the model card's base models, asked from the Hub. Raises DownloadError, CheckpointError."""
     from huggingface_hub import HfApi, hf_hub_download
