@@ -227,7 +227,8 @@ def exact_distribution(pair: ModelPair, prompt: list[int]) -> dict[tuple[int, ..
             likeliest = cast("list[int]", mx.argpartition(-probs[row], _CHOICES - 1)[:_CHOICES].tolist())
             for token in likeliest:
                 ends = token in pair.eos_ids or length == _TOKENS - 1
-                (found if ends else next_ones)[(*start, token)] = growing[start] * float(probs[row, token])
+                answer = (*start, token)
+                (found if ends else next_ones)[answer] = growing[start] * float(probs[row, token])
         growing = next_ones
     return found
 
