@@ -147,8 +147,8 @@ def _quantize(
         if report:
             for when, folder in (("before", before), ("after", work)):
                 facts.update(_measure(folder, spec, drafter, when, progress))
-        card = {key: value for key, value in facts.items() if key not in ("source", "out", "part")}
-        base = source.repo or (spec.base if spec else None)
+        card = {key: value for key, value in facts.items() if key not in ("out", "part")}
+        base = source.repo or (spec.base if spec and not drafter else None)
         license_name = source.license or (spec.license if spec else None)
         text = model_card(out.name, scheme, card, base=base, license_name=license_name)
         (work / "README.md").write_text(text, encoding="utf-8")

@@ -92,8 +92,8 @@ def is_cache(folder: Path) -> bool:
     return folder.parent.name == "snapshots"
 
 
-def card_facts(source: ModelSource) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """config.json and the model card's base models, asked from the Hub. Raises DownloadError, CheckpointError."""
+def card_facts(source: ModelSource) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and the model card's YAML, asked from the Hub. Raises DownloadError, CheckpointError."""
     from huggingface_hub import HfApi, hf_hub_download
 
     assert source.repo is not None
@@ -102,8 +102,7 @@ def card_facts(source: ModelSource) -> tuple[dict[str, Any], tuple[str, ...]]:
         config = hf_hub_download(source.repo, "config.json", revision=info.sha)
     except Exception as error:
         raise DownloadError(explain(source, error)) from error
-    bases = (info.card_data.to_dict() if info.card_data else {}).get("base_model") or ()
-    return read_json(Path(config)), (bases,) if isinstance(bases, str) else tuple(map(str, bases))
+    return read_json(Path(config)), info.card_data.to_dict() if info.card_data else {}
 
 
 def _fetch(source: ModelSource, report: Report, *, verify: bool) -> Path:

@@ -241,8 +241,8 @@ def model_card(name: str, scheme: Scheme, facts: dict[str, Any], *, base: str | 
     if base:
         lines += [f"base_model: {base}", "base_model_relation: quantized"]
     lines += ["tags: [mlx]", "---", "", f"# {name}", ""]
-    origin = f"`{base}`" if base else "a model"
-    lines += [f"{origin}, converted with dflash-mlx: {scheme}.", ""]
+    origin = f"`{base}`" if base else facts.get("source", "a model")
+    lines += [f"Converted with dflash-mlx from {origin}: {scheme}.", ""]
     rows = [f"| {key.replace('_', ' ')} | {value} |" for key, value in facts.items() if value is not None]
     lines += ["| | |", "| --- | --- |", *rows, ""]
     return "\n".join(lines)

@@ -6,7 +6,7 @@ from those the drafter learned, so fewer drafts are kept. Whether the two fit is
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ class TargetFacts:
     name: str  # "owner/name", or a folder
     config: dict[str, Any] | None = None
     base_models: tuple[str, ...] = ()  # of the model card
+    quantized: bool = False  # the card says that it is a quantization of them, and nothing else
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ def match_target(facts: TargetFacts, pairs: list[PairSpec]) -> Match | None:
     for pair in fitting:
         if wanted in {(source.repo or "").lower() for source in (pair.target, *pair.other_targets)}:
             return Match(pair, "known")
+    names = {base_name(facts.name)} | ({base_name(base) for base in facts.base_models} if facts.quantized else set())
     for pair in fitting:
-        if base_name(facts.name) in _base_names(pair):
+        if names & _base_names(pair):
             return Match(pair, "quantization")
     return _fine_tune(facts, fitting)
 
@@ -141,25 +143,29 @@ def local_facts(source: ModelSource) -> TargetFacts:
         config = read_json(folder / "config.json")
     except CheckpointError:
         return TargetFacts(name=str(source))
-    return TargetFacts(str(source), config, card_base_models(folder / "README.md"))
+    bases, quantized = read_card(folder / "README.md")
+    return TargetFacts(str(source), config, bases, quantized)
 
 
-def card_base_models(card: Path) -> tuple[str, ...]:
-    """`base_model` in the YAML at the top of a model card: one name or a list of them."""
+def read_card(card: Path) -> tuple[tuple[str, ...], bool]:
+    """`base_model` in the YAML at the top of a model card, one name or a list, and whether it is a quantization."""
     try:
         text = card.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ()
+        return (), False
     head = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
     entry = re.search(r"^base_model:[ \t]*(.*(?:\n[ \t]*-[ \t]*.*)*)", head[1], re.MULTILINE) if head else None
-    return tuple(re.findall(r"[\w.-]+/[\w.-]+", entry[1])) if entry else ()
+    quantized = bool(head and re.search(r"^base_model_relation:[ \t]*quantized", head[1], re.MULTILINE))
+    return (tuple(re.findall(r"[\w.-]+/[\w.-]+", entry[1])) if entry else ()), quantized
 
 
 def _remote_facts(source: ModelSource) -> TargetFacts:
     from dflash_mlx.hub.huggingface import card_facts
 
-    config, bases = card_facts(source)
-    return replace(TargetFacts(str(source)), config=config, base_models=bases)
+    config, card = card_facts(source)
+    bases = card.get("base_model") or ()
+    names = (bases,) if isinstance(bases, str) else tuple(map(str, bases))
+    return TargetFacts(str(source), config, names, quantized=card.get("base_model_relation") == "quantized")
 
 
 def _unknown(facts: TargetFacts, pairs: list[PairSpec]) -> str:

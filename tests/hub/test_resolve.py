@@ -9,7 +9,7 @@ from dflash_mlx.errors import UsageError
 from dflash_mlx.hub import resolve
 from dflash_mlx.hub.naming import base_name, family_of, split_precision
 from dflash_mlx.hub.registry import list_pairs
-from dflash_mlx.hub.resolve import TargetFacts, card_base_models, match_target, pair_for_target
+from dflash_mlx.hub.resolve import TargetFacts, match_target, pair_for_target, read_card
 
 QWEN3_4B = {"model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36, "vocab_size": 151936}
 QWEN_27B = {
@@ -43,10 +43,10 @@ def test_marks_of_precision(name: str, base: str, bits: float | None) -> None:
 def test_every_known_target_and_its_quantizations_find_their_own_pair() -> None:
     pairs = list_pairs()
     for pair in pairs:
-        if pair.base is None:
-            continue
-        for repo in (pair.base, pair.target.repo, *(other.repo for other in pair.other_targets)):
-            found = match_target(TargetFacts(str(repo)), pairs)
+        assert pair.base is not None
+        repos = [pair.base, pair.target.repo, *(other.repo for other in pair.other_targets)]
+        for repo in filter(None, repos):
+            found = match_target(TargetFacts(repo), pairs)
             assert found is not None
             assert (found.pair.name, found.warning) == (pair.name, None)
         for mark in ("3bit", "6bit", "bf16", "4bit-DWQ", "mxfp4"):
@@ -105,17 +105,24 @@ def test_an_unknown_hub_model_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("head", "bases"),
+    ("head", "bases", "quantized"),
     [
-        ("base_model: Qwen/Qwen3-4B", ("Qwen/Qwen3-4B",)),
-        ("tags: [a]\nbase_model:\n- Qwen/Qwen3-4B\n- a/b.c\nlicense: mit", ("Qwen/Qwen3-4B", "a/b.c")),
-        ("base_model_relation: quantized", ()),
+        ("base_model: Qwen/Qwen3-4B", ("Qwen/Qwen3-4B",), False),
+        ("tags: [a]\nbase_model:\n- Qwen/Qwen3-4B\n- a/b.c\nlicense: mit", ("Qwen/Qwen3-4B", "a/b.c"), False),
+        ("base_model: a/b\nbase_model_relation: quantized", ("a/b",), True),
+        ("base_model_relation: finetune", (), False),
     ],
 )
-def test_the_base_model_of_a_card(tmp_path: Path, head: str, bases: tuple[str, ...]) -> None:
+def test_the_base_model_of_a_card(tmp_path: Path, head: str, bases: tuple[str, ...], quantized: bool) -> None:
     (tmp_path / "README.md").write_text(f"---\n{head}\n---\n# A model\nbase_model: no/no\n")
-    assert card_base_models(tmp_path / "README.md") == bases
-    assert card_base_models(tmp_path / "none.md") == ()
+    assert read_card(tmp_path / "README.md") == (bases, quantized)
+    assert read_card(tmp_path / "none.md") == ((), False)
+
+
+def test_a_card_that_says_quantized_brings_no_warning() -> None:
+    match = match_target(TargetFacts("me/small", QWEN3_4B, ("Qwen/Qwen3-4B",), quantized=True), list_pairs())
+    assert match is not None
+    assert (match.pair.name, match.how, match.warning) == ("qwen3-4b", "quantization", None)
 
 
 def test_families_are_mlx_lm_model_files() -> None:
