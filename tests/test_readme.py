@@ -21,8 +21,9 @@ def blocks(language: str, document: str = README) -> list[str]:
 
 
 def shell_commands() -> list[list[str]]:
-    """Every command line in the README and in CONTRIBUTING.md, in words; pipes are cut, comments dropped."""
-    documents = [README, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")]
+    """Every command line in the README and in its companions, in words; pipes are cut, comments dropped."""
+    more = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "models.md"]
+    documents = [README, *(path.read_text(encoding="utf-8") for path in more)]
     lines = [line for document in documents for block in blocks("sh", document) for line in block.splitlines()]
     inline = [code for document in documents for code in re.findall(r"`((?:dflash-mlx|make) [^`\n]+)`", document)]
     commands = []

@@ -63,8 +63,8 @@ def fetch(source: ModelSource, *, report: Report, verify: bool = False) -> Path:
     try:
         with hold_lock(_lock_path(source), report):
             return _fetch(source, report, verify=verify)
-    except DFlashError:
-        raise
+    except (DFlashError, AssertionError, AttributeError, ImportError, NameError, TypeError):
+        raise  # ours: a clear line already, or a bug
     except Exception as error:  # the client passes its HTTP library's own errors on, and that library changes
         raise DownloadError(explain(source, error)) from error
 

@@ -80,3 +80,20 @@ def test_killed_at_any_moment_there_is_no_half_model(tmp_path: Path, monkeypatch
         killed += not out.exists()
         assert not out.exists() or check_folder(out)
     assert killed, "every run was faster than the kill"
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_quantized_target_generates_and_finds_its_drafter(run, tmp_path, monkeypatch):
+    monkeypatch.delenv("DFLASH_MLX_HOME")
+    out = tmp_path / "demo-4bit"
+    code, _, err = run("quantize", "demo", "--bits", "4", "--out", str(out))
+    assert code == 0, err
+    code, answer, err = run("generate", "Why is the sky blue?", "--model", str(out), "--max-tokens", "12", "--json")
+    assert code == 0, err
+    found = json.loads(answer)
+    assert found["mode"] == "dflash"
+    assert found["generation_tokens"] == 12
+    plain = run("generate", "Why is the sky blue?", "--model", str(out), "--max-tokens", "12", "--no-draft", "--json")
+    assert json.loads(plain[1])["token_ids"] == found["token_ids"]
+    assert "fine-tune" not in err
