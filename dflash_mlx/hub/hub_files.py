@@ -89,7 +89,7 @@ def _download(location: str, url: str, part: Path, *, size: int | None, progress
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
-    headers = build_hf_headers()
+    headers = build_hf_headers() | {"accept-encoding": "identity"}  # ranges are of the file, not of a packed form
     if urlparse(location).netloc != urlparse(url).netloc:
         # The storage behind the Hub has its own signature in the address and must not see the user's token.
         headers.pop("authorization", None)

@@ -43,12 +43,13 @@ def base_name(repo: str) -> str:
     return split_precision(repo.partition("@")[0].rpartition("/")[2])[0].lower()
 
 
-def family_of(config: dict[str, Any]) -> str:
-    """The model file of mlx-lm that a target's config.json asks for; of the text part, for models that also see."""
-    kind = str(text_config(config).get("model_type") or config.get("model_type") or "").removesuffix("_text")
-    if kind == "kimi_k2" and str(config.get("model_type", "")).startswith("kimi_k25"):
-        kind = "kimi_k25"
-    return _FAMILIES.get(kind, kind)
+def families_of(config: dict[str, Any]) -> list[str]:
+    """The model files of mlx-lm that a target's config.json may ask for, outermost first.
+
+    Models that also see have a type of their own and another one for their text part, either of which names the family.
+    """
+    kinds = [str(part.get("model_type") or "").removesuffix("_text") for part in (config, text_config(config))]
+    return list(dict.fromkeys(_FAMILIES.get(kind, kind) for kind in kinds if kind))
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Known pairs of target and drafter, one TOML file each in dflash_mlx.models, and where models are kept on disk."""
 
+import difflib
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dflash_mlx.errors import DFlashError, UsageError
+from dflash_mlx.hub.naming import base_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -116,8 +118,14 @@ def find_pair(name: str) -> PairSpec:
     for pair in _known_pairs():
         if wanted == pair.name or wanted in pair.aliases:
             return pair
-    known = ", ".join(f"{p.name} ({', '.join(p.aliases)})" if p.aliases else p.name for p in _known_pairs())
-    raise UsageError(f"no pair is called {name!r}. Known pairs: {known}. Or give --model and --draft-model.")
+    names = {n: pair for pair in _known_pairs() for n in (*pair.aliases, pair.name, base_name(pair.base or pair.name))}
+    close = [names[n] for n in difflib.get_close_matches(base_name(wanted), names, n=4, cutoff=0.6)]
+    shown = list(dict.fromkeys(close)) or _known_pairs()
+    known = ", ".join(f"{p.name} ({', '.join(p.aliases)})" if p.aliases else p.name for p in shown)
+    which = "Like it" if close else "Known pairs"
+    raise UsageError(
+        f"no pair is called {name!r}. {which}: {known}. See `dflash-mlx models`, or give --model and --draft-model."
+    )
 
 
 def parse_source(text: str) -> ModelSource:

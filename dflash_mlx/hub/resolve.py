@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.folder import read_json
-from dflash_mlx.hub.naming import base_name, family_of, is_drafter, text_config
+from dflash_mlx.hub.naming import base_name, families_of, is_drafter, text_config
 from dflash_mlx.hub.registry import ModelSource, PairSpec, Shape, list_pairs, parse_source
 
 How = Literal["known", "quantization", "fine-tune"]
@@ -61,11 +61,11 @@ def match_target(facts: TargetFacts, pairs: list[PairSpec]) -> Match | None:
         raise UsageError(
             f"{facts.name} is a drafter, and --model takes the model that answers. Give the drafter to --draft-model."
         )
-    fitting = [pair for pair in pairs if not contradictions(pair.shape, facts.config)]
     wanted = facts.name.partition("@")[0].lower()
-    for pair in fitting:
+    for pair in pairs:
         if wanted in {(source.repo or "").lower() for source in (pair.target, *pair.other_targets)}:
             return Match(pair, "known")
+    fitting = [pair for pair in pairs if not contradicts(pair.shape, facts.config)]
     names = {base_name(facts.name)} | ({base_name(base) for base in facts.base_models} if facts.quantized else set())
     for pair in fitting:
         if names & _base_names(pair):
@@ -96,31 +96,32 @@ def _fine_tune(facts: TargetFacts, fitting: list[PairSpec]) -> Match | None:
     return Match(found[0], "fine-tune", warning)
 
 
-def contradictions(shape: Shape, config: dict[str, Any] | None) -> list[str]:
-    """Where a config.json differs from what is known of a target, in words. Nothing known, nothing wrong."""
+def contradicts(shape: Shape, config: dict[str, Any] | None) -> bool:
+    """Whether a config.json has other sizes than a known target. Where nothing is known, nothing is wrong."""
     if config is None:
-        return []
-    found = _build(config)
-    known = {key: value for key, value in vars(shape).items() if value is not None}
-    return [
-        f"{key} is {found[key]}, expected {value}" for key, value in known.items() if found[key] not in (value, None)
-    ]
+        return False
+    found = _sizes(config)
+    return any(value is not None and found[key] not in (value, None) for key, value in _known_sizes(shape).items())
 
 
 def same_build(shape: Shape, config: dict[str, Any]) -> bool:
     """Whether everything known of a target is so in a config.json, and enough of it is known."""
-    found = _build(config)
+    found = _sizes(config)
     return (
         None not in (shape.hidden_size, shape.num_layers)
         and (shape.family or shape.vocab_size) is not None
-        and all(found[key] == value for key, value in vars(shape).items() if value is not None)
+        and shape.family in (None, *families_of(config))
+        and all(value in (None, found[key]) for key, value in _known_sizes(shape).items())
     )
 
 
-def _build(config: dict[str, Any]) -> dict[str, Any]:
+def _known_sizes(shape: Shape) -> dict[str, int | None]:
+    return {"hidden_size": shape.hidden_size, "num_layers": shape.num_layers, "vocab_size": shape.vocab_size}
+
+
+def _sizes(config: dict[str, Any]) -> dict[str, int | None]:
     text = text_config(config)
     return {
-        "family": family_of(config) or None,
         "hidden_size": text.get("hidden_size"),
         "num_layers": text.get("num_hidden_layers"),
         "vocab_size": text.get("vocab_size", config.get("vocab_size")),
@@ -174,9 +175,10 @@ def _unknown(facts: TargetFacts, pairs: list[PairSpec]) -> str:
     close = [by_name[name] for name in difflib.get_close_matches(base_name(facts.name), by_name, n=3, cutoff=0.5)]
     build = ""
     if facts.config is not None:
-        found = _build(facts.config)
-        build = f" ({found['family']}, {found['num_layers']} layers, hidden size {found['hidden_size']})"
-        close += [pair for pair in pairs if pair.shape.family == found["family"]]
+        found, families = _sizes(facts.config), families_of(facts.config)
+        family = families[0] if families else "of no known type"
+        build = f" ({family}, {found['num_layers']} layers, hidden size {found['hidden_size']})"
+        close += [pair for pair in pairs if pair.shape.family in families]
     names = list(dict.fromkeys(pair.name for pair in close))[:6]
     like = f" Known and like it: {', '.join(names)}." if names else ""
     return (

@@ -60,6 +60,9 @@ def test_the_demo_pair_is_known_by_name_and_alias() -> None:
 def test_an_unknown_pair_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"'nope'.*smollm2-135m \(demo\)"):
         find_pair("nope")
+    with pytest.raises(UsageError, match=r"Like it: qwen3-8b") as caught:
+        find_pair("Qwen3-8B-4bit")
+    assert "kimi" not in str(caught.value)
 
 
 def test_a_pair_file_is_read(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hub import resolve
-from dflash_mlx.hub.naming import base_name, family_of, split_precision
+from dflash_mlx.hub.naming import base_name, families_of, split_precision
 from dflash_mlx.hub.registry import list_pairs
 from dflash_mlx.hub.resolve import TargetFacts, match_target, pair_for_target, read_card
 
@@ -126,6 +126,8 @@ def test_a_card_that_says_quantized_brings_no_warning() -> None:
 
 
 def test_families_are_mlx_lm_model_files() -> None:
-    assert family_of(QWEN_27B) == "qwen3_5"
-    assert family_of({"model_type": "minimax_m2"}) == "minimax"
-    assert family_of({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}) == "gemma4"
+    assert families_of(QWEN_27B) == ["qwen3_5"]
+    assert families_of({"model_type": "minimax_m2"}) == ["minimax"]
+    assert families_of({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}) == ["gemma4"]
+    assert families_of({"model_type": "kimi_k25", "text_config": {"model_type": "x"}}) == ["kimi_k25", "x"]
+    assert families_of({}) == []
