@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from dflash_mlx.cli.models import describe
 from dflash_mlx.hub.registry import ModelSource, PairSpec, list_pairs
 
@@ -62,11 +64,22 @@ def test_unknown_sizes_are_said_to_be_unknown(run, monkeypatch):
     assert "unknown" in run("models")[1]
 
 
+@pytest.fixture
+def fake(fake):
+    fake.checks, fake.load_seconds, fake.warnings = ["drafts are finite"], 1.0, []
+    return fake
+
+
 def test_check_runs_the_load_checks(run, fake):
-    fake.checks = ["drafts are finite"]
-    fake.load_seconds = 1.0
     code, out, _ = run("models", "check", "demo")
     assert code == 0
     assert "ok: drafts are finite" in out
     assert json.loads(run("models", "check", "demo", "--json")[1])["ok"] is True
     assert run("models", "check", "no-such-pair")[0] == 2
+
+
+def test_a_fine_tune_is_announced(run, fake):
+    fake.warnings = ["me/Poet is taken for a fine-tune"]
+    code, out, err = run("models", "check", "demo", "--json")
+    assert (code, "fine-tune" in out) == (0, False)
+    assert "me/Poet is taken for a fine-tune" in err
