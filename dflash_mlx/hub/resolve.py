@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.errors import CheckpointError, DownloadError, UsageError
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.naming import base_name, families_of, is_drafter, text_config
 from dflash_mlx.hub.registry import ModelSource, PairSpec, Shape, list_pairs, parse_source
@@ -46,12 +46,15 @@ def pair_for_target(text: str) -> Match:
     source = parse_source(text)
     pairs = list_pairs()
     facts = local_facts(source)
-    match = match_target(facts, pairs)
+    match, unasked = match_target(facts, pairs), ""
     if match is None and facts.config is None and source.kind == "hub":
-        facts = _remote_facts(source)
+        try:
+            facts = _remote_facts(source)
+        except DownloadError as error:
+            unasked = f" (Whether it is a fine-tune of one cannot be found out: {error})"
         match = match_target(facts, pairs)
     if match is None:
-        raise UsageError(_unknown(facts, pairs))
+        raise UsageError(_unknown(facts, pairs) + unasked)
     return match
 
 
