@@ -12,10 +12,9 @@ import numpy as np
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import PairError
+from dflash_mlx.targets.rounding import TOLERANCE, relative_difference
 from dflash_mlx.targets.target import Target
 
-# Largest accepted root-mean-square difference between two ways to the same logits, relative to the logits' spread.
-_TOLERANCE = {mx.float32: 1e-3, mx.bfloat16: 0.1, mx.float16: 0.02}
 _BLOCK = 4
 
 
@@ -47,7 +46,7 @@ def check_pair(target: Target, drafter: DFlashDrafter, *, dtype: mx.Dtype) -> li
     rng = np.random.default_rng(0)
     prompt = mx.array(rng.integers(0, target.vocab_size, (1, 6)))
     block = mx.array(rng.integers(0, target.vocab_size, (1, _BLOCK)))
-    tolerance = _TOLERANCE[dtype]
+    tolerance = TOLERANCE[dtype]
     done = [_check_taps(target, drafter, prompt, tolerance), _check_head(target, prompt, tolerance)]
     done += _check_blocks(target, drafter, prompt, block, tolerance)
     return done
@@ -91,18 +90,16 @@ def _check_blocks(
 ) -> list[str]:
     """A block gives what token by token gives, a trimmed cache forgets, and drafts are finite."""
     session = Session(target, drafter)
-    rollback = session.rollback
-    assert rollback is not None
     _, features = session.forward(prompt)
+    session.keep(prompt.shape[1], fed=prompt.shape[1])
     session.absorb_pending(features)
-    rollback.begin(session.target_cache)
-    together, _ = session.forward(block)
+    together, _ = session.forward(block, revocable=True)
     mx.eval(together)
-    rollback.commit(session.target_cache, fed=_BLOCK, keep=1)
+    session.keep(1, fed=_BLOCK)
     alone = [together[:, :1]]
     for i in range(1, _BLOCK):
-        rollback.begin(session.target_cache)
         logits, _ = session.forward(block[:, i : i + 1])
+        session.keep(1, fed=1)
         mx.eval(logits)
         alone.append(logits)
     stepwise = mx.concatenate(alone, axis=1)
@@ -115,7 +112,7 @@ def _check_blocks(
     )
 
     masks = mx.full((1, _BLOCK), drafter.config.mask_token_id)
-    hidden = drafter(target.embed(masks), session.draft_cache)
+    hidden = drafter(drafter.embed_block(masks, target.embed), session.draft_cache)
     drafted = session.draft_logits(hidden[0])
     if not mx.all(mx.isfinite(drafted)).item():
         raise PairError("the drafter's logits are not finite; try another --dtype, float32 for instance.")
@@ -123,9 +120,7 @@ def _check_blocks(
 
 
 def _require_close(name: str, found: mx.array, reference: str, expected: mx.array, tolerance: float) -> None:
-    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
-    spread = mx.maximum(mx.std(expected), 1e-6)
-    difference = float(mx.sqrt(mx.mean(mx.square(found - expected))) / spread)
+    difference = relative_difference(found, expected)
     if not difference <= tolerance:
         raise PairError(
             f"{name} should give the same logits as {reference}; they differ by {difference:.3g} of their spread "
