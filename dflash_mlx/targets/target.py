@@ -183,7 +183,7 @@ def load_target(folder: Path, *, dtype: str) -> tuple[Target, mx.Dtype]:
         model, config = load_model(folder, lazy=True)
     except (ValueError, FileNotFoundError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointError(f"cannot load the model in {folder}: {error}") from error
-    wanted = resolve_dtype(dtype, model_dtype=_activation_dtype(model))
+    wanted = resolve_dtype(dtype, model_dtype=activation_dtype(model))
     if keeps_quantized(model, wanted):
         model.set_dtype(wanted)
     else:
@@ -214,7 +214,7 @@ def expand(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
     return model
 
 
-def _activation_dtype(model: nn.Module) -> mx.Dtype:
+def activation_dtype(model: nn.Module) -> mx.Dtype:
     """The floating dtype most of a model's own arrays have (scales and norms, for a quantized one)."""
     counts: dict[mx.Dtype, int] = {}
     for array in dict(tree_flatten(model.parameters())).values():
