@@ -11,7 +11,7 @@ from dflash_mlx.server.status import CacheStatus
 _WORTH_TAKING = 8
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
     owner: str
     session: Session
@@ -97,6 +97,11 @@ class PrefixCache:
         while self._entries and self.bytes > limit_bytes:
             self._remove(self._entries[0])
             self._evictions += 1
+
+    def clear(self) -> None:
+        """Let everything go."""
+        self._entries.clear()
+        self.bytes = 0
 
     def status(self) -> CacheStatus:
         return CacheStatus(

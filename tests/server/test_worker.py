@@ -1,6 +1,7 @@
 """The worker: answers are those of `generate`, whatever else is going on; nothing is lost, and nothing is left over."""
 
 import asyncio
+import itertools
 import random
 import threading
 import time
@@ -151,7 +152,7 @@ def test_a_long_prompt_is_read_in_chunks_between_others_rounds(pair, serve, monk
     assert tokens_of(found) == generate(pair, long, SamplingParams(max_tokens=3)).token_ids
     both = order[order.index(200) : len(order) - order[::-1].index(200)]
     assert both.count(200) >= 13
-    assert all(a != b for a, b in zip(both, both[1:], strict=False)), "they take turns"
+    assert all(a != b for a, b in itertools.pairwise(both)), "they take turns"
 
 
 def test_cancelling_frees_the_slot_within_a_round(serve, monkeypatch):
@@ -212,8 +213,9 @@ def test_a_client_whose_event_loop_is_gone_harms_nobody(serve):
     worker = serve(max_active=1)
 
     async def leave():
-        asyncio.ensure_future(worker.submit(job([1], 200)).__anext__())
+        waiting = asyncio.ensure_future(worker.submit(job([1], 200)).__anext__())
         await asyncio.sleep(0)
+        assert not waiting.done()
 
     asyncio.run(leave())
     assert answer(worker, job([2], 3))[-1].finish_reason is not None
