@@ -2,30 +2,19 @@
 
 import asyncio
 import random
-import time
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import RotatingKVCache
+from serving import answer, collect, job, random_tokens, tokens_of, wait_until
 from test_generation import make_pair
-from test_worker import collect, job, serve, tokens_of  # noqa: F401
-from tiny import VOCAB
 
-from dflash_mlx.decoding.fork import arrays_of, can_cut, fork, session_bytes
+from dflash_mlx.decoding.fork import can_cut, fork, session_bytes
 from dflash_mlx.generation import generate, stream_generate
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.server.prefix_cache import PrefixCache
 from dflash_mlx.server.worker import Worker
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return make_pair()
-
-
-def random_tokens(rng, count):
-    return [rng.randrange(1, VOCAB) for _ in range(count)]
 
 
 def session_of(pair, tokens, **options):
@@ -40,13 +29,9 @@ def take(cache, pair, owner, prompt, draft=True):
     return cache.take(owner, prompt, lambda: pair.new_session(draft=draft), draft=draft)
 
 
-def same(a, b):
-    return all(mx.array_equal(x, y).item() for x, y in zip(arrays_of(a), arrays_of(b), strict=True))
-
-
 @pytest.mark.parametrize("draft", [True, False])
 @pytest.mark.parametrize("part", range(3))
-def test_cached_equals_uncached(serve, part, draft):  # noqa: F811
+def test_cached_equals_uncached(serve, part, draft):
     """Random conversations, interleaved, edited, cut, sharing system prompts, with eviction: all as computed afresh."""
     rng = random.Random(part)
     pair = make_pair()
@@ -81,8 +66,8 @@ def test_cached_equals_uncached(serve, part, draft):  # noqa: F811
     async def run():
         for _ in range(8):
             answers = await asyncio.gather(*map(turn, conversations))
-            for i, answer in enumerate(answers):
-                conversations[i] = change(conversations[i], answer)
+            for i, found in enumerate(answers):
+                conversations[i] = change(conversations[i], found)
 
     # The truths are computed on this thread; its models are copies of the worker's.
     asyncio.run(run())
@@ -205,7 +190,7 @@ def test_sliding_caches_are_reused_whole_or_not_at_all(pair):
     worker.start()
 
     def both(prompt):
-        found = asyncio.run(collect(worker.submit(job(prompt, 12))))
+        found = answer(worker, job(prompt, 12))
         assert tokens_of(found) == fresh[tuple(prompt)]
         return found[-1]
 
@@ -214,8 +199,8 @@ def test_sliding_caches_are_reused_whole_or_not_at_all(pair):
     mine = make_pair().target
     mine.model.make_cache = lambda: [RotatingKVCache(max_size=16) for _ in mine.layers]
     alone = ModelPair(name="m", target=mine, drafter=None, tokenizer=pair.tokenizer, dtype=mx.float32, block_size=1)
-    answer = generate(alone, prompt, SamplingParams(max_tokens=12)).token_ids
-    follow_up = prompt + answer + random_tokens(rng, 5)
+    first = generate(alone, prompt, SamplingParams(max_tokens=12)).token_ids
+    follow_up = prompt + first + random_tokens(rng, 5)
     edited = prompt + random_tokens(rng, 6)
     other = prompt[:30] + random_tokens(rng, 25)
     fresh = {
@@ -224,13 +209,13 @@ def test_sliding_caches_are_reused_whole_or_not_at_all(pair):
     }
     assert both(prompt).cached_tokens == 0
     assert both(prompt).cached_tokens == len(prompt) - 1
-    assert both(follow_up).cached_tokens == len(prompt) + len(answer) - 1
+    assert both(follow_up).cached_tokens == len(prompt) + len(first) - 1
     assert both(edited).cached_tokens == len(prompt) - 1
     assert both(other).cached_tokens == 0
     worker.close()
 
 
-def test_prompts_that_arrive_together_are_read_once(serve):  # noqa: F811
+def test_prompts_that_arrive_together_are_read_once(serve):
     """Several answers to one prompt: the first reads it, the others copy what it read."""
     worker = serve(max_active=4)
     prompt = random_tokens(random.Random(4), 200)
@@ -254,6 +239,7 @@ def test_a_session_in_flight_is_settled_before_it_is_kept(pair):
     stream.close()
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_second_turn_begins_at_once(demo_pair):
     """A prompt of 2,000 tokens: the next turn's first token comes in at most a quarter of the first's time."""
@@ -264,13 +250,11 @@ def test_a_second_turn_begins_at_once(demo_pair):
 
     async def first_token(tokens):
         ticket = worker.submit(job(tokens, 4))
-        answer = tokens_of(await collect(ticket))
-        return ticket.first_token_seconds, answer
+        found = tokens_of(await collect(ticket))
+        return ticket.first_token_seconds, found
 
-    while not worker.status().ready:
-        time.sleep(0.05)
-    first, answer = asyncio.run(first_token(prompt))
-    second, _ = asyncio.run(first_token([*prompt, *answer, *random_tokens(rng, 20)]))
+    wait_until(lambda: worker.status().ready, seconds=60)
+    first, found = asyncio.run(first_token(prompt))
+    second, _ = asyncio.run(first_token([*prompt, *found, *random_tokens(rng, 20)]))
     worker.close()
-    print(f"first turn {first:.2f} s, second {second:.2f} s")
     assert second < first / 4

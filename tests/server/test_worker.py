@@ -8,7 +8,7 @@ import time
 
 import mlx.core as mx
 import pytest
-from test_generation import make_pair
+from serving import answer, collect, job, random_prompt, tokens_of, wait_until
 from tiny import VOCAB
 
 from dflash_mlx.errors import PromptError, UsageError
@@ -16,55 +16,6 @@ from dflash_mlx.generation import generate
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.server import worker as worker_module
 from dflash_mlx.server.worker import Job, QueueFullError, TooLargeError, Worker, WorkerClosedError
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return make_pair()
-
-
-@pytest.fixture
-def serve(pair):
-    """Start workers that are closed when the test ends."""
-    workers = []
-
-    def start(**options):
-        worker = Worker(pair, **{"width": 4, "max_queue": 500} | options)
-        workers.append(worker)
-        worker.start()
-        wait_until(lambda: worker.status().ready)
-        return worker
-
-    yield start
-    for worker in workers:
-        worker.close(timeout=0.0)
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.perf_counter() + seconds
-    while not condition():
-        assert time.perf_counter() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
-def job(prompt, max_tokens=10, **options):
-    return Job(prompt=prompt, params=SamplingParams(max_tokens=max_tokens), **options)
-
-
-def random_prompt(rng, longest=30):
-    return [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, longest))]
-
-
-async def collect(ticket):
-    return [response async for response in ticket]
-
-
-def tokens_of(responses):
-    return [token for response in responses for token in response.token_ids]
-
-
-def answer(worker, wanted):
-    return asyncio.run(collect(worker.submit(wanted)))
 
 
 def test_many_at_once_are_each_answered_as_alone(pair, serve):
