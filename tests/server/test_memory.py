@@ -8,6 +8,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from serving import job, random_tokens
 from test_generation import make_pair
 
+from dflash_mlx.decoding.engine import PREFILL_STEP
 from dflash_mlx.decoding.fork import arrays_of, session_bytes
 from dflash_mlx.generation import generate
 from dflash_mlx.server.memory import MemoryBudget, Need, measure_session, session_size, total_need
@@ -38,8 +39,8 @@ def test_windows_and_states_do_not_grow():
     filled[2][0], filled[2][1] = mx.zeros((1, 3, 10)), mx.zeros((1, 7))
     size = session_size([filled[0], CacheList(filled[1]), filled[2]])
     row = 2 * 2 * 4 * 4
-    assert size.bytes(1000) == 1024 * row + 64 * row + (30 + 7) * 4
-    assert size.bytes(10) == 256 * row + 64 * row + (30 + 7) * 4
+    assert size.bytes(10_000) == 10_240 * row + (64 + PREFILL_STEP) * row + (30 + 7) * 4
+    assert size.bytes(10) == 256 * row + 256 * row + (30 + 7) * 4
     assert sum(a.nbytes for a in arrays_of(filled[2])) == (30 + 7) * 4
 
 
