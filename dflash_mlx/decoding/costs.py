@@ -90,7 +90,7 @@ def _round_seconds(target: Target, drafter: DFlashDrafter, width: int) -> float:
         now = time.perf_counter()
         times.append(now - last)
         last = now
-    steps.close()  # type: ignore[attr-defined]
+    steps.close()
     return statistics.median(times[_WARM_UP_ROUNDS:])
 
 

@@ -7,7 +7,7 @@ not wait for Python, and the host reads once a round.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,7 +62,7 @@ def decode(
     eos_ids: set[int],
     processors: list[LogitsProcessor] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """Continue `prompt`, of which the session may already hold a prefix.
 
     Yields a Step a round; the last one has a finish_reason and ends with an end-of-sequence token or at
@@ -131,7 +131,14 @@ def decode(
 
 
 def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int], None] | None = None) -> None:
-    """Feed `tokens` beyond those that the session holds (which must be a prefix of them).
+    """Feed `tokens` beyond those that the session holds (which must be a prefix of them)."""
+    for done, total in prefill_chunks(session, tokens):
+        if on_prefill is not None:
+            on_prefill(done, total)
+
+
+def prefill_chunks(session: Session, tokens: list[int]) -> Iterator[tuple[int, int]]:
+    """`prefill` a chunk at a time; yields (done, total) after each, when the session is in order and may be left.
 
     Chunks are those of mlx-lm's plain decoding, and so are the numbers. Features go straight into the drafter's cache;
     vocabulary logits are never computed.
@@ -147,8 +154,7 @@ def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int]
         session.in_flight = 0
         session.tokens += chunk
         mx.clear_cache()
-        if on_prefill is not None:
-            on_prefill(at + len(chunk) - start, len(tokens) - start)
+        yield at + len(chunk) - start, len(tokens) - start
 
 
 def draft(session: Session, after: Round, width: int, strategy: Strategy) -> Proposal:
