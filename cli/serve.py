@@ -66,7 +66,9 @@ def serve_command(
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            "--allowed-host", metavar="NAME", help="A name under which clients reach this server.",
+            "--allowed-host",
+            metavar="NAME",
+            help="A name under which clients reach this server.",
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -88,7 +90,10 @@ def serve_command(
     max_queue: Annotated[
         int,
         typer.Option(
-            "--max-queue", metavar="N", min=0, help="Answers that may wait; more are refused with 429.",
+            "--max-queue",
+            metavar="N",
+            min=0,
+            help="Answers that may wait; more are refused with 429.",
             rich_help_panel=SERVER,
         ),
     ] = 64,
@@ -101,14 +106,20 @@ def serve_command(
     memory_gb: Annotated[
         float | None,
         typer.Option(
-            "--memory-gb", metavar="X", min=0, help="Memory for models, caches and answers together.",
+            "--memory-gb",
+            metavar="X",
+            min=0,
+            help="Memory for models, caches and answers together.",
             rich_help_panel=SERVER,
         ),
     ] = None,
     timeout: Annotated[
         float,
         typer.Option(
-            "--timeout", metavar="SECONDS", min=0, help="Stop an answer after so long; 0 never does.",
+            "--timeout",
+            metavar="SECONDS",
+            min=0,
+            help="Stop an answer after so long; 0 never does.",
             rich_help_panel=SERVER,
         ),
     ] = 3600.0,
@@ -131,7 +142,7 @@ def serve_command(
         pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
     )
     # The address is taken first: loading can take a minute, and a port in use is known at once.
-    from dflash_mlx.server.run import address_of, open_socket, serve
+    from dflash_mlx.server.run import address_of, make_server, open_socket
 
     with closing(open_socket(host, port)) as listener:
         opened = choice.open()
@@ -151,17 +162,16 @@ def serve_command(
                 cache_bytes=_bytes(cache_gb),
                 memory_bytes=_bytes(memory_gb),
             ),
-            names=tuple(dict.fromkeys((served_name(opened), *(alias or ())))),
-            defaults=Defaults(
-                max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
-            ),
+            names=tuple(dict.fromkeys((served_name(opened), *_aliases(pair), *(alias or ())))),
+            defaults=Defaults(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p),
             limits=Limits(answer_seconds=timeout),
         )
         hosts = (*own_names(host), *normalized(allowed_host or ()))
         policy = Policy(keys=keys, hosts=hosts, origins=tuple(cors_origin or ()))
         app = create_app(service, policy, access_log=_log if access_log else None)
         address = address_of(listener)
-        serve(app, listener, on_ready=lambda: _announce(service, address, bool(keys), is_loopback(host)))
+        server = make_server(app, on_ready=lambda: _announce(service, address, bool(keys), is_loopback(host)))
+        server.run(sockets=[listener])
     note("stopped.")
 
 
@@ -178,6 +188,13 @@ def _keys(keys: list[str], host: str, *, no_key: bool) -> tuple[str, ...]:
             f"--host {host} lets other machines in; ask for a key with --api-key, or let anyone in with --no-api-key."
         )
     return tuple(keys)
+
+
+def _aliases(pair: str | None) -> tuple[str, ...]:
+    """The other names of a known pair."""
+    from dflash_mlx.hub.registry import find_pair
+
+    return find_pair(pair).aliases if pair is not None else ()
 
 
 def _bytes(gigabytes: float | None) -> int | None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_mlx.decoding.constraint import Constraint
-from dflash_mlx.generation import GenerationResponse
 from dflash_mlx.decoding.logprobs import TokenLogprob
+from dflash_mlx.generation import GenerationResponse
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.server.channels import CONTENT, REASONING, TOOL, Part, Splitter, Transitions
 from dflash_mlx.server.failures import RequestError
@@ -29,7 +29,7 @@ class Order:
     constraint: Constraint | None = None
     transitions: Transitions = field(default_factory=dict)
     state: str = CONTENT
-    offer: Offer = Offer()
+    offer: Offer = field(default_factory=Offer)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,9 @@ def _statistics(answer: Answer) -> dict[str, Any]:
     return {**{name: whole[name] for name in names}, **rounded}
 
 
-def submit(worker: Worker, order: Order, *, owner: str, vocabulary: Vocabulary, eos_ids: set[int], timeout: float) -> Answers:
+def submit(
+    worker: Worker, order: Order, *, owner: str, vocabulary: Vocabulary, eos_ids: set[int], timeout: float
+) -> Answers:
     """Start an order's jobs: all of them or, when the worker refuses one, none. Raises what the worker raises."""
     started = time.monotonic()
     answers = Answers(order, [], started, started + timeout if timeout else None)

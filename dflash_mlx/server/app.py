@@ -19,11 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dflash_mlx.server.chat import chat_completions
 from dflash_mlx.server.completions import completions
 from dflash_mlx.server.failures import Failure, failure
+from dflash_mlx.server.health import health_report, metrics_text
 from dflash_mlx.server.messages import count_tokens, messages
 from dflash_mlx.server.responses import responses
 from dflash_mlx.server.security import Guard, Policy, error_body
 from dflash_mlx.server.service import Service
-from dflash_mlx.server.health import health_report, metrics_text
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 Log = Callable[[str], None]

@@ -1,24 +1,22 @@
 """POST /v1/chat/completions: OpenAI's chat protocol."""
 
-import time
-import uuid
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from dflash_mlx.server.answers import Answers, Order, Piece, Said
-from dflash_mlx.server.channels import CONTENT, REASONING, initial_state, transitions_of
-from dflash_mlx.server.failures import RequestError, failure
+from dflash_mlx.server.answers import Order
+from dflash_mlx.server.channels import REASONING, initial_state, transitions_of
+from dflash_mlx.server.chat_reply import ChatReply
+from dflash_mlx.server.failures import RequestError
 from dflash_mlx.server.fields import Fields
-from dflash_mlx.server.logprobs import chat_logprobs, read_top_logprobs
+from dflash_mlx.server.logprobs import read_top_logprobs
 from dflash_mlx.server.parameters import MAX_TOKENS, answers_wanted, sampling, stop_strings, wants_draft
 from dflash_mlx.server.prompts import chat_messages, encode_chat, prompt_end, template_variables
 from dflash_mlx.server.service import Service
-from dflash_mlx.server.streaming import EventStream, event, unless_gone
-from dflash_mlx.server.tools import Offer, ToolCall, function_tool, offer
+from dflash_mlx.server.streaming import EventStream, unless_gone
+from dflash_mlx.server.tools import Offer, function_tool, offer
 
 # Sent by common clients; they change nothing here. docs/server.md says so.
 WITHOUT_EFFECT = (

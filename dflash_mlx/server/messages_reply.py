@@ -45,7 +45,13 @@ class MessageReply:
             # The first event carries the prompt's token counts, which are known when the first piece is there.
             first = await anext(pieces)
             usage = {**self._usage(), "output_tokens": 0}
-            start = {**self.head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+            start: dict[str, Any] = {
+                **self.head,
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": usage,
+            }
             yield event({"type": "message_start", "message": start}, "message_start")
             blocks = _Blocks()
             for out in blocks.add(first):

@@ -109,4 +109,3 @@ def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
-

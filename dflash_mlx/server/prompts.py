@@ -130,7 +130,9 @@ def encode_chat(
     except Exception as error:
         # Templates are programs of the model's makers, and whatever they raise is about this conversation.
         reason = " ".join(str(error).split())[:300]
-        raise RequestError(f"the model's chat template refuses this conversation: {reason}", param="messages") from error
+        raise RequestError(
+            f"the model's chat template refuses this conversation: {reason}", param="messages"
+        ) from error
 
 
 def prompt_end(pair: ModelPair, tokens: list[int]) -> str:

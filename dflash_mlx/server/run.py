@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,8 +45,8 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: ASGIApp, listener: socket.socket, *, on_ready: Callable[[], None] | None = None) -> None:
-    """Serve until Ctrl-C or SIGTERM, then let answers finish for a few seconds and stop the others."""
+def make_server(app: ASGIApp, *, on_ready: Callable[[], None] | None = None) -> uvicorn.Server:
+    """A server to `run(sockets=[listener])`: until Ctrl-C or SIGTERM, when answers may finish for a few seconds."""
     config = uvicorn.Config(
         app,
         http=_Protocol,
@@ -60,7 +61,7 @@ def serve(app: ASGIApp, listener: socket.socket, *, on_ready: Callable[[], None]
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=END_SECONDS,
     )
-    _Server(config, on_ready).run(sockets=[listener])
+    return _Server(config, on_ready)
 
 
 class _Server(uvicorn.Server):
@@ -77,6 +78,9 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override, unused-ignore]
+        if threading.current_thread() is not threading.main_thread():
+            yield  # where no signal can arrive
+            return
         handled = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self.handle_exit) for number in handled}
         try:

@@ -62,7 +62,9 @@ class EventStream(Response):
         on_end: Callable[[], None],
         keep_alive: bytes = b": waiting\n\n",
     ) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
         del self.headers["content-length"]
         self._events, self._on_end, self._keep_alive = events, on_end, keep_alive
 
