@@ -48,8 +48,10 @@ class FakeTokenizer:
     think_end: str = "</think>"
     tool_call_start: str = "<tool_call>"
     tool_call_end: str = "</tool_call>"
-    tool_parser: Any = staticmethod(parse_tool_call)
     rendered: list[dict[str, Any]] = field(default_factory=list)
+
+    def tool_parser(self, text: str, tools: Any) -> Any:
+        return parse_tool_call(text, tools)
 
     @property
     def detokenizer(self) -> Characters:

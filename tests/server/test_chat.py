@@ -30,7 +30,7 @@ def whole_and_streamed(server, **options):
         assert text == (choice.message.content or "")
         reasoning = "".join(getattr(c.delta, "reasoning_content", None) or "" for c in parts)
         assert reasoning == (getattr(choice.message, "reasoning_content", None) or "")
-        calls = [(call.index, call.function.name, call.function.arguments) for c in parts for call in c.delta.tool_calls or []]
+        calls = [(t.index, t.function.name, t.function.arguments) for c in parts for t in c.delta.tool_calls or []]
         expected = [(i, t.function.name, t.function.arguments) for i, t in enumerate(choice.message.tool_calls or [])]
         assert calls == expected
         assert [c.finish_reason for c in parts if c.finish_reason] == [choice.finish_reason]
@@ -250,6 +250,7 @@ def test_completions():
         chunks = list(client.completions.create(model="fake", prompt="a longer text than sixteen", stream=True))
         assert "".join(c.choices[0].text for c in chunks) == "A LONGER TEXT TH", "OpenAI's limit where none is given"
         assert chunks[-1].choices[0].finish_reason == "length"
-        for wrong in ({"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]}):
+        refused = [{"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]}]
+        for wrong in refused:
             with pytest.raises(openai.BadRequestError):
                 client.completions.create(**{"model": "fake", "prompt": "x", **wrong})
