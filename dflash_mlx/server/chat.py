@@ -25,6 +25,7 @@ WITHOUT_EFFECT = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "verbosity",
 )

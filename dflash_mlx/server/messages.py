@@ -18,7 +18,18 @@ from dflash_mlx.server.streaming import EventStream, unless_gone
 from dflash_mlx.server.tools import Offer, function_tool, offer
 
 # Sent by common clients; they change nothing here. docs/server.md says so.
-WITHOUT_EFFECT = ("metadata", "service_tier", "context_management", "inference_geo", "cache_control", "betas", "speed")
+WITHOUT_EFFECT = (
+    "metadata",
+    "service_tier",
+    "context_management",
+    "inference_geo",
+    "cache_control",
+    "betas",
+    "speed",
+    "diagnostics",
+    "user_profile_id",
+    "workspace_id",
+)
 
 
 async def messages(service: Service, request: Request) -> Response:
