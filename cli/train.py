@@ -46,6 +46,7 @@ def train_command(
     topics: Annotated[
         Path | None, _option("--topics", "Text: beginnings of user turns, a line each; the target goes on.", _DATA)
     ] = None,
+    topics_share: Annotated[float, _option("--topics-share", "Share of user turns begun by a topic.", _DATA)] = 0.5,
     prompts: Annotated[
         Path | None, _option("--prompts", "User turns to answer: text (a line each) or JSONL.", _DATA)
     ] = None,

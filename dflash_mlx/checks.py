@@ -12,10 +12,9 @@ import numpy as np
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import PairError
+from dflash_mlx.targets.rounding import TOLERANCE, relative_difference
 from dflash_mlx.targets.target import Target
 
-# Largest accepted root-mean-square difference between two ways to the same logits, relative to the logits' spread.
-_TOLERANCE = {mx.float32: 1e-3, mx.bfloat16: 0.1, mx.float16: 0.02}
 _BLOCK = 4
 
 
@@ -47,7 +46,7 @@ def check_pair(target: Target, drafter: DFlashDrafter, *, dtype: mx.Dtype) -> li
     rng = np.random.default_rng(0)
     prompt = mx.array(rng.integers(0, target.vocab_size, (1, 6)))
     block = mx.array(rng.integers(0, target.vocab_size, (1, _BLOCK)))
-    tolerance = _TOLERANCE[dtype]
+    tolerance = TOLERANCE[dtype]
     done = [_check_taps(target, drafter, prompt, tolerance), _check_head(target, prompt, tolerance)]
     done += _check_blocks(target, drafter, prompt, block, tolerance)
     return done
@@ -123,9 +122,7 @@ def _check_blocks(
 
 
 def _require_close(name: str, found: mx.array, reference: str, expected: mx.array, tolerance: float) -> None:
-    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
-    spread = mx.maximum(mx.std(expected), 1e-6)
-    difference = float(mx.sqrt(mx.mean(mx.square(found - expected))) / spread)
+    difference = relative_difference(found, expected)
     if not difference <= tolerance:
         raise PairError(
             f"{name} should give the same logits as {reference}; they differ by {difference:.3g} of their spread "

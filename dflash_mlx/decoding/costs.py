@@ -14,13 +14,13 @@ import mlx.core as mx
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode, draft, verify
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.width import FixedWidth, RoundCosts
+from dflash_mlx.decoding.width import STEEP, FixedWidth, RoundCosts
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 2
+_SCHEMA = 3
 _PROMPT_TOKENS = 64
 _WARM_UP_ROUNDS, _TIMED_ROUNDS = 2, 3
 # Measuring stops after about this long; widths not reached are interpolated.
@@ -40,7 +40,7 @@ def load_or_measure(
     path = cache_home() / "round-costs" / f"{_fingerprint(folders, block_size, dtype)}.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return RoundCosts(_table(stored["round_seconds"]), _table(stored["draft_seconds"]))
+        return RoundCosts(_table(stored["round_seconds"]), _table(stored["draft_seconds"]), bool(stored["steep"]))
     except (OSError, ValueError, KeyError, AttributeError):
         pass  # Not measured yet, or a file that cannot be used: measure.
     if report is not None:
@@ -51,17 +51,25 @@ def load_or_measure(
 
 
 def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> RoundCosts:
-    """Time real rounds of the decode loop at several widths, and drafts alone; the most telling widths first."""
-    rounds: dict[int, float] = {}
-    drafts: dict[int, float] = {}
+    """Time real rounds of the decode loop at several widths, and drafts alone; the most telling widths first.
+
+    Where width costs much, each round's is chosen by confidence: the host then waits for the draft before it builds
+    the round, and rounds are timed that way.
+    """
     started = time.perf_counter()
-    for width in _order(block_size - 1):
-        if len(rounds) >= 4 and time.perf_counter() - started > _SECONDS_TO_SPEND:
+    widest = block_size - 1
+    ends = {width: _round_seconds(target, drafter, width, confident=False) for width in {1, widest}}
+    steep = ends[widest] > STEEP * ends[1]
+    rounds = {} if steep else ends
+    drafts: dict[int, float] = {}
+    for width in _order(widest):
+        if len(drafts) >= 3 and time.perf_counter() - started > _SECONDS_TO_SPEND:
             break
-        rounds[width] = _round_seconds(target, drafter, width)
+        if width not in rounds:
+            rounds[width] = _round_seconds(target, drafter, width, confident=steep)
         if width:
             drafts[width] = _draft_seconds(target, drafter, width)
-    return RoundCosts(rounds, drafts)
+    return RoundCosts(rounds, drafts, steep)
 
 
 def _order(widest: int) -> list[int]:
@@ -70,7 +78,7 @@ def _order(widest: int) -> list[int]:
     return list(dict.fromkeys(w for w in wanted if 0 <= w <= widest))
 
 
-def _round_seconds(target: Target, drafter: DFlashDrafter, width: int) -> float:
+def _round_seconds(target: Target, drafter: DFlashDrafter, width: int, *, confident: bool) -> float:
     session = Session(target, drafter)
     prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
     rounds = _WARM_UP_ROUNDS + _TIMED_ROUNDS
@@ -79,7 +87,7 @@ def _round_seconds(target: Target, drafter: DFlashDrafter, width: int) -> float:
         session,
         prompt,
         strategy=Greedy(),
-        policy=FixedWidth(width),
+        policy=FixedWidth(width, reads_confidence=confident),
         max_tokens=(rounds + 2) * (width + 1) + 2,
         eos_ids=set(),
     )
@@ -138,7 +146,12 @@ def _store(path: Path, costs: RoundCosts) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump({"round_seconds": costs.round_seconds, "draft_seconds": costs.draft_seconds}, file)
+            stored = {
+                "round_seconds": costs.round_seconds,
+                "draft_seconds": costs.draft_seconds,
+                "steep": costs.steep,
+            }
+            json.dump(stored, file)
         os.replace(file.name, path)
     except OSError:
         pass

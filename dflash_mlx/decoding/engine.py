@@ -1,14 +1,16 @@
 """The decode loop: prefill, then rounds of draft, verify, accept, commit. Token ids only.
 
 A round feeds the anchor (newest token, not yet in the target's cache) and W drafts to the target; W may be 0, which
-is plain decoding. While a round runs, the next one is already queued behind it: after a drafted round the next draft,
-for which the accepted count need not leave the device, and after a plain one the whole next round. So the device does
-not wait for Python, and the host reads once a round.
+is plain decoding. While a round runs, the next one is already queued behind it: the accepted count need not leave the
+device for that, where the lengths of the caches stay there too (targets/device_cache.py). Where they cannot, or where
+the host chooses each round's width by the drafter's confidence, only the next draft is queued. So the device waits for
+Python as little as it can, and the host reads once a round.
 """
 
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import mlx.core as mx
@@ -40,7 +42,7 @@ class Step:
 class Round:
     """A launched verify forward: `fed` positions from `base` on, its outcome still on the device."""
 
-    base: int
+    base: int | mx.array
     outcome: Outcome
     features: mx.array | None
     width: int
@@ -50,6 +52,11 @@ class Round:
     @property
     def fed(self) -> int:
         return self.width + 1
+
+    @cached_property
+    def end(self) -> int | mx.array:
+        """Positions the target holds once the round is committed; what it kept of the drafts need not be known yet."""
+        return self.base + 1 + self.outcome.num_accepted if self.width else self.base + 1
 
 
 def decode(
@@ -76,6 +83,7 @@ def decode(
         prefill(session, prompt[:-1], on_prefill)
         anchor = prompt[-1]
         history = mx.array(prompt[-_HISTORY:]) if processors else None
+        queue_ahead = not policy.reads_confidence and not processors and session.can_queue_ahead()
         remaining = max_tokens
         current = verify(session, mx.array([anchor]), None, strategy, processors, history)
         last_read, idle = time.perf_counter(), 0.0
@@ -89,7 +97,11 @@ def decode(
                 proposal = draft(session, current, width, strategy)
                 confidence = proposal.confidence() if policy.reads_confidence else None
                 mx.async_eval(proposal.tokens, *([confidence] if confidence is not None else []))
-            elif current.width == 0 and remaining > 1:
+                if queue_ahead:
+                    session.lengths_to_device(mx.array(current.end))
+                    ahead = verify(session, current.outcome.next_anchor, proposal, strategy, None, None)
+                    ahead.drafted = width
+            elif current.width == 0 and remaining > 1 and session.device_lengths is None:
                 if history is not None:
                     history = mx.concatenate([history, current.outcome.tokens])[-_HISTORY:]
                 ahead = verify(session, current.outcome.next_anchor, None, strategy, processors, history)
@@ -97,6 +109,8 @@ def decode(
             num_accepted, tokens, chances = current.outcome.read(confidence)
             tokens, finish_reason = clip(tokens, remaining, eos_ids)
             commit(session, current, [anchor, *tokens[:-1]])
+            if ahead is None:
+                session.lengths_to_host()
             anchor = tokens[-1]
             remaining -= len(tokens)
             now = time.perf_counter()
@@ -166,15 +180,14 @@ def draft(session: Session, after: Round, width: int, strategy: Strategy) -> Pro
     assert drafter is not None
     session.absorb_pending(after.features)
     after.absorbed = True
-    context_length = after.base + 1 + after.outcome.num_accepted if after.width else after.base + 1
     masks = mx.full((width,), drafter.config.mask_token_id, dtype=mx.uint32)
     block = mx.concatenate([after.outcome.next_anchor.astype(mx.uint32), masks])
     hidden = drafter(
         session.target.embed(block[None]),
         session.draft_cache,
-        context_length=context_length if after.width else None,
+        context_length=after.end if after.width or session.device_lengths else None,
     )
-    return strategy.propose(session.draft_logits(hidden[0, 1:]), context_length + 1, session.vocabulary)
+    return strategy.propose(session.draft_logits(hidden[0, 1:]), after.end + 1, session.vocabulary)
 
 
 def verify(
@@ -190,7 +203,7 @@ def verify(
     `session.in_flight` counts what was fed on top of what is committed.
     """
     width = proposal.width if proposal else 0
-    base = len(session.tokens) + session.in_flight
+    base = session.next_position
     fed = mx.concatenate([anchor.astype(mx.uint32), proposal.tokens.astype(mx.uint32)]) if proposal else anchor
     if session.rollback is not None:
         session.rollback.begin(session.target_cache)
@@ -222,7 +235,8 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
     """Keep `kept` (the anchor and accepted drafts) of what the round fed; the rest leaves both caches."""
     keep = len(kept)
     session.in_flight -= finished.fed
-    if session.rollback is not None and keep < finished.fed:
+    queued_ahead = session.device_lengths is not None
+    if session.rollback is not None and keep < finished.fed and not queued_ahead:
         session.rollback.commit(session.target_cache, fed=finished.fed, keep=keep)
     session.tokens += kept
     if session.drafter is None or finished.features is None:
@@ -232,8 +246,8 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
         if len(session.pending) >= _MAX_PENDING:
             session.absorb_pending()
         return
-    for layer_cache in session.draft_cache:
-        layer_cache.trim(finished.fed - keep)
+    if not queued_ahead:
+        session.trim_drafts(len(session.tokens))
 
 
 def clip(tokens: list[int], remaining: int, eos_ids: set[int]) -> tuple[list[int], FinishReason | None]:

@@ -56,7 +56,7 @@ def arrays_of(value: Any) -> list[mx.array]:
 
 
 def _is_cache(value: Any) -> bool:
-    return hasattr(value, "state") and hasattr(value, "meta_state")
+    return hasattr(value, "state") and hasattr(value, "is_trimmable")
 
 
 def _copy_cache(layer_cache: Any, length: int) -> Any:

@@ -1,5 +1,6 @@
 """The state of one conversation: what the target's and the drafter's caches hold."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,7 +8,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.decoding.accept import DraftVocabulary
-from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash import DFlashDrafter, DraftCache
+from dflash_mlx.targets.device_cache import DeviceKVCache, DeviceLength, stand_in
 from dflash_mlx.targets.rollback import Rollback, choose_rollback
 from dflash_mlx.targets.target import Target
 
@@ -19,7 +21,8 @@ class Session:
     Invariants between rounds: the target's cache holds exactly `tokens`; the drafter's cache holds the first of
     those positions and `pending` the features (1, L, taps * D) of the others, in order. `in_flight` counts the
     positions of a launched round that has not been committed; `settle` takes them out again. `turn` counts answers,
-    so that one that was left unfinished does not touch the caches once the next has begun.
+    so that one that was left unfinished does not touch the caches once the next has begun. Between `lengths_to_device`
+    and `lengths_to_host`, in the middle of an answer, device caches stand in for both lists.
     """
 
     target: Target
@@ -29,16 +32,18 @@ class Session:
     in_flight: int = 0
     turn: int = 0
     target_cache: list[Any] = field(init=False)
-    draft_cache: list[KVCache] = field(init=False)
+    draft_cache: Sequence[DraftCache] = field(init=False)
     rollback: Rollback | None = field(init=False)
     vocabulary: DraftVocabulary | None = field(init=False)
+    # Lengths of the target's and the drafter's caches while they are on the device.
+    device_lengths: tuple[DeviceLength, DeviceLength] | None = None
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.tokens, self.pending, self.in_flight = [], [], 0
+        self.tokens, self.pending, self.in_flight, self.device_lengths = [], [], 0, None
         self.target_cache = self.target.make_cache()
         self.draft_cache = self.drafter.make_cache() if self.drafter else []
         self.rollback = choose_rollback(self.target_cache) if self.drafter else None
@@ -54,6 +59,9 @@ class Session:
 
     def forward(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D)."""
+        if self.device_lengths is not None:
+            for held in self.device_lengths:
+                held.reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
         if self.drafter is None:
             return self.target.forward(tokens, self.target_cache), None
         return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
@@ -67,13 +75,44 @@ class Session:
             )
         self.pending = []
 
+    @property
+    def next_position(self) -> int | mx.array:
+        """Where the next token fed to the target will be."""
+        return self.device_lengths[0].value if self.device_lengths else len(self.tokens) + self.in_flight
+
+    def can_queue_ahead(self) -> bool:
+        """Whether the lengths of both models' caches may stay on the device."""
+        return self.drafter is not None and self.target.takes_device_lengths()
+
+    def lengths_to_device(self, length: mx.array) -> None:
+        """From here on both caches hold `length` positions, () int, a number that the host need not know.
+
+        The target's may hold more, of which the rest is forgotten.
+        """
+        if self.device_lengths is None:
+            self.target_cache, target_length = stand_in(self.target_cache)
+            self.draft_cache, draft_length = stand_in(self.draft_cache)
+            self.device_lengths = target_length, draft_length
+        for held in self.device_lengths:
+            held.set(length)
+
+    def lengths_to_host(self) -> None:
+        """Back to the usual caches with the committed tokens; what a launched round fed beyond them is forgotten."""
+        if self.device_lengths is None:
+            return
+        absorbed = len(self.tokens) - sum(features.shape[1] for features in self.pending)
+        self.target_cache = [cache.give_back(len(self.tokens)) for cache in self.target_cache]
+        self.draft_cache = [cache.give_back(absorbed) for cache in self.draft_cache if isinstance(cache, DeviceKVCache)]
+        self.device_lengths, self.in_flight = None, 0
+
     def settle(self) -> None:
         """Take out the positions of a launched round that will not be committed."""
+        self.lengths_to_host()
         if self.in_flight:
             fed, self.in_flight = self.in_flight, 0
             if not self._drop_from_target(fed):
                 self.reset()
-        self._trim_drafts(len(self.tokens))
+        self.trim_drafts(len(self.tokens))
 
     def rewind(self, length: int) -> None:
         """Keep only the first `length` tokens; forget everything if the caches cannot go back."""
@@ -86,7 +125,7 @@ class Session:
             self.reset()
             return
         del self.tokens[length:]
-        self._trim_drafts(length)
+        self.trim_drafts(length)
 
     def _drop_from_target(self, count: int) -> bool:
         if self.rollback is not None:
@@ -97,8 +136,10 @@ class Session:
             layer_cache.trim(count)
         return True
 
-    def _trim_drafts(self, length: int) -> None:
+    def trim_drafts(self, length: int) -> None:
+        """Keep at most the first `length` positions in the drafter's cache."""
         for layer_cache in self.draft_cache:
+            assert isinstance(layer_cache, KVCache)
             layer_cache.trim(max(0, layer_cache.offset - length))
 
 

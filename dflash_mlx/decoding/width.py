@@ -26,7 +26,7 @@ _HYSTERESIS = 1.03
 _MAX_LOSS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
 # From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait.
-_STEEP = 1.25
+STEEP = 1.25
 
 
 class WidthPolicy(Protocol):
@@ -71,11 +71,12 @@ class FixedWidth:
 class RoundCosts:
     """Seconds a round takes by width, and its draft's share; measured at some widths and interpolated between.
 
-    `observe` keeps the totals up to date while rounds are timed.
+    `steep`: width costs much (more than `STEEP`). `observe` keeps the totals up to date while rounds are timed.
     """
 
     round_seconds: dict[int, float]
     draft_seconds: dict[int, float]
+    steep: bool
     _drift: float = 1.0
 
     def round(self, width: int, *, drafted: int | None = None) -> float:
@@ -92,9 +93,6 @@ class RoundCosts:
     @property
     def plain(self) -> float:
         return self.round(0)
-
-    def is_steep(self, widest: int) -> bool:
-        return self.round(widest) > _STEEP * self.round(1)
 
     def _draft(self, width: int) -> float:
         return _interpolate(self.draft_seconds, width) if width else 0.0
@@ -286,4 +284,4 @@ class ConfidentWidth:
 
 def choose_policy(costs: RoundCosts, widest: int, estimate: AcceptanceEstimate | None = None) -> WidthPolicy:
     """The policy for a machine with these costs."""
-    return ConfidentWidth(costs, widest) if costs.is_steep(widest) else SteadyWidth(costs, widest, estimate)
+    return ConfidentWidth(costs, widest) if costs.steep else SteadyWidth(costs, widest, estimate)

@@ -5,6 +5,7 @@ earlier position as extra keys and values, and each other. Only the features' ke
 rounds: a block's own are thrown away, so a drafter never has to roll anything back but rejected features.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,10 @@ from mlx_lm.models.rope_utils import initialize_rope
 from dflash_mlx.drafters.config import DraftConfig, parse_draft_config
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub.folder import read_json
+from dflash_mlx.targets.device_cache import DeviceKVCache, held_rows
 from dflash_mlx.targets.target import expand, keeps_quantized
+
+DraftCache = KVCache | DeviceKVCache
 
 
 class DraftAttention(nn.Module):
@@ -44,15 +48,16 @@ class DraftAttention(nn.Module):
         return rope(keys, offset=position), values
 
     def __call__(
-        self, x: mx.array, cache: KVCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
+        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
     ) -> mx.array:
         batch, length, _ = x.shape
         queries = self.q_norm(self.q_proj(x).reshape(batch, length, self.num_heads, -1)).transpose(0, 2, 1, 3)
         queries = rope(queries, offset=position)
         keys, values = self.keys_and_values(x, rope, position)
-        if cache.keys is not None and cache.values is not None:
-            keys = mx.concatenate([cache.keys[..., : cache.offset, :], keys], axis=2)
-            values = mx.concatenate([cache.values[..., : cache.offset, :], values], axis=2)
+        held = held_rows(cache)
+        if held is not None:
+            keys = mx.concatenate([held[0], keys], axis=2)
+            values = mx.concatenate([held[1], values], axis=2)
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
@@ -77,7 +82,7 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(
-        self, x: mx.array, cache: KVCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
+        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
     ) -> mx.array:
         h = x + self.self_attn(self.input_layernorm(x), cache, rope, position, mask)
         return h + self.mlp(self.post_attention_layernorm(h))
@@ -101,10 +106,10 @@ class DFlashDrafter(nn.Module):
             max_position_embeddings=config.max_position_embeddings,
         )
 
-    def make_cache(self) -> list[KVCache]:
+    def make_cache(self) -> list[DraftCache]:
         return [KVCache() for _ in self.layers]
 
-    def extend_context(self, target_hidden: mx.array, cache: list[KVCache]) -> None:
+    def extend_context(self, target_hidden: mx.array, cache: Sequence[DraftCache]) -> None:
         """Append the keys and values of the next positions' features to the cache.
 
         target_hidden: (1, L, taps * D), the target's tapped layer outputs, for the L positions after those
@@ -115,16 +120,17 @@ class DFlashDrafter(nn.Module):
             layer_cache.update_and_fetch(*layer.self_attn.keys_and_values(context, self.rope, layer_cache.offset))
 
     def __call__(
-        self, block: mx.array, cache: list[KVCache], *, context_length: int | mx.array | None = None
+        self, block: mx.array, cache: Sequence[DraftCache], *, context_length: int | mx.array | None = None
     ) -> mx.array:
         """Hidden states of a block, ready for the target's vocabulary head.
 
         block: (1, B, D) embeddings of the anchor and B - 1 mask tokens. `context_length` is the number of
-        cached positions that are valid, and so the anchor's position: None means all of them. Given as an
-        array it may still be unknown to the host. Returns (1, B, D); row i predicts the token i places after
-        the anchor, row 0 is unused.
+        cached positions that are valid, and so the anchor's position: None means all of them (not with device
+        caches). Given as an array it may still be unknown to the host. Returns (1, B, D); row i predicts the token
+        i places after the anchor, row 0 is unused.
         """
-        held = cache[0].offset
+        rows = held_rows(cache[0])
+        held = rows[0].shape[2] if rows else 0
         position = held if context_length is None else context_length
         masks: dict[tuple[bool, bool], mx.array | None] = {}
         h = block * self.config.input_embedding_scale if self.config.input_embedding_scale != 1.0 else block

@@ -8,7 +8,6 @@ import mlx.core as mx
 
 from dflash_mlx.decoding.engine import PREFILL_STEP
 from dflash_mlx.decoding.fork import arrays_of
-from dflash_mlx.decoding.session import Session
 from dflash_mlx.generation import fitting_max_tokens
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.runtime import backend
@@ -91,15 +90,27 @@ def default_limit() -> int:
 
 
 def measure_session(pair: ModelPair, *, draft: bool) -> SessionSize:
-    """Feed a few tokens and look at what the caches grow by. Runs the models; also their first warm-up."""
+    """Feed a few tokens and look at the caches. Runs the models, which also warms them up."""
     session = pair.new_session(draft=draft)
-    first = _fed_bytes(session, 1)
-    second = _fed_bytes(session, _PROBE_TOKENS)
+    _, features = session.forward(mx.array([[1] * _PROBE_TOKENS]))
+    if features is not None:
+        session.absorb_pending(features)
+    caches = [*session.target_cache, *session.draft_cache]
+    mx.eval(arrays_of(caches))
+    return session_size(caches)
+
+
+def session_size(caches: list[Any]) -> SessionSize:
+    """What caches that hold something say about their growth: those with keys grow by the position."""
     fixed, growing = 0, []
-    for (cache, before), (_, after) in zip(first, second, strict=True):
-        rate = (after - before) // _PROBE_TOKENS
-        fixed += before - rate
-        growing.append((rate, getattr(cache, "max_size", None)))
+    for cache in _flat(caches):
+        size = sum(array.nbytes for array in arrays_of(cache))
+        keys = getattr(cache, "keys", None)
+        if keys is None:
+            fixed += size
+        else:
+            positions = (keys if isinstance(keys, mx.array) else keys[0]).shape[-2]
+            growing.append((size // positions, getattr(cache, "max_size", None)))
     return SessionSize(fixed, tuple(growing))
 
 
@@ -117,11 +128,6 @@ def work_bytes(pair: ModelPair, tokens: int) -> int:
     return activations + logits + scores
 
 
-def _fed_bytes(session: Session, count: int) -> list[tuple[Any, int]]:
-    """Feed some tokens; each layer's cache with the bytes of what it holds, unused room left out."""
-    _, features = session.forward(mx.array([[1] * count]))
-    if features is not None:
-        session.absorb_pending(features)
-    caches = [*session.target_cache, *session.draft_cache]
-    mx.eval([c.state for c in caches])
-    return [(c, sum(array.nbytes for array in arrays_of(c.state))) for c in caches]
+def _flat(caches: Iterable[Any]) -> list[Any]:
+    """Layers' caches, of which some models have several to a layer (mlx-lm's CacheList)."""
+    return [flat for cache in caches for flat in (_flat(cache.caches) if hasattr(cache, "caches") else [cache])]

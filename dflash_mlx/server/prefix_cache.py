@@ -11,7 +11,7 @@ from dflash_mlx.server.status import CacheStatus
 _WORTH_TAKING = 8
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
     owner: str
     session: Session
@@ -64,14 +64,17 @@ class PrefixCache:
             self._misses += 1
             return new()
         self._hits += 1
-        if saved < len(entry.session.tokens) and self._has_room_for(entry, saved):
-            self._entries.append(self._entries.pop(self._entries.index(entry)))
+        # Where a cache cannot go back, taking it would leave no way to begin an edited turn there.
+        needed = saved < len(entry.session.tokens) or not can_cut(entry.session)
+        if needed and self._has_room_for(entry, saved):
+            self._touch(entry)
             return fork(entry.session, saved)
         self._remove(entry)
         return entry.session
 
     def put(self, owner: str, session: Session) -> None:
-        """Keep a session that nobody uses. It is settled first, and takes the place of beginnings of itself."""
+        """Keep a session that nobody uses, after settling it. Of a session and beginnings of it, only the longest stays
+        where the others can be had from it."""
         session.settle()
         if not session.tokens:
             return
@@ -79,8 +82,9 @@ class PrefixCache:
         same = [e for e in self._entries if e.owner == owner and e.drafts == entry.drafts]
         for other in same:
             if can_cut(other.session) and _begins(session, other.session):
-                return  # A longer one is here already, and any beginning of it can be had.
-            if can_cut(session) and _begins(other.session, session):
+                self._touch(other)
+                return
+            if _begins(other.session, session) and (can_cut(session) or other.session.tokens == session.tokens):
                 self._remove(other)
         if entry.bytes <= self.limit_bytes:
             self.shrink(self.limit_bytes - entry.bytes)
@@ -97,6 +101,11 @@ class PrefixCache:
         while self._entries and self.bytes > limit_bytes:
             self._remove(self._entries[0])
             self._evictions += 1
+
+    def clear(self) -> None:
+        """Let everything go."""
+        self._entries.clear()
+        self.bytes = 0
 
     def status(self) -> CacheStatus:
         return CacheStatus(
@@ -116,6 +125,11 @@ class PrefixCache:
     def _has_room_for(self, entry: _Entry, length: int) -> bool:
         """Whether a copy of an entry's beginning fits beside everything, by its share of the entry's bytes."""
         return self.bytes + entry.bytes * length // len(entry.session.tokens) <= self.limit_bytes
+
+    def _touch(self, entry: _Entry) -> None:
+        """Make it the most recently used."""
+        self._entries.remove(entry)
+        self._entries.append(entry)
 
     def _remove(self, entry: _Entry) -> None:
         self._entries.remove(entry)

@@ -26,7 +26,7 @@ __all__ = ["Job", "QueueFullError", "Ticket", "TooLargeError", "Worker", "Worker
 _WORTH_WAITING = 64
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """A job whose answer is being made."""
 
@@ -325,7 +325,7 @@ class Worker:
             running.ticket.end(WorkerClosedError(self._error))
         for ticket in waiting:
             ticket.end(WorkerClosedError(self._error))
-        self._cache.shrink(0)
+        self._cache.clear()
         mx.clear_cache()
 
 

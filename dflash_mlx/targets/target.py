@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx.errors import CheckpointError, PairError
+from dflash_mlx.targets.device_cache import works_with
 from dflash_mlx.targets.taps import tapped
 
 # On CUDA a quantized model is expanded while it then takes no more than this share of the memory.
@@ -33,6 +34,7 @@ class Target:
     head_module: nn.Module
     final_norm: Callable[[mx.array], mx.array] | None
     _heads: dict[tuple[int, ...], Callable[[mx.array], mx.array]] = field(default_factory=dict)
+    _device_lengths: bool | None = None
 
     def head_for(self, token_ids: Sequence[int]) -> Callable[[mx.array], mx.array]:
         """The head's rows for some tokens only: hidden states (..., D) -> logits (..., len(token_ids))."""
@@ -43,6 +45,12 @@ class Target:
 
     def make_cache(self) -> list[Any]:
         return make_prompt_cache(self.model)
+
+    def takes_device_lengths(self) -> bool:
+        """Whether the model runs with `targets.device_cache`; found out by running it, the first time."""
+        if self._device_lengths is None:
+            self._device_lengths = works_with(self.model, self.vocab_size, self.make_cache())
+        return self._device_lengths
 
     def forward(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """tokens (1, L) -> logits (1, L, V); appends the tokens to the cache."""

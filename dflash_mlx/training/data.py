@@ -104,22 +104,25 @@ def data_finished(store: ConversationStore, options: TrainOptions) -> bool:
 
 
 def plan_source(tokenizer: Any, frame: ChatFrame, options: TrainOptions, *, rows: int) -> PlanSource:
-    """The default (the target invents the user too), topics that begin user turns, or a file of prompts."""
+    """The default (the target invents the user too), topics that begin a share of them, or a file of prompts."""
     if options.prompts is not None:
         longest = options.max_length - 16
         scripts = encode_prompts(read_prompts(options.prompts), tokenizer, thinking=options.thinking, longest=longest)
         if not scripts:
             raise DFlashError(f"every prompt in {options.prompts} is longer than {longest} tokens; raise --max-length.")
         return _from_prompts(scripts, options, rows=rows)
-    openings = [list(frame.prefix)]
+    free = list(frame.prefix)
+    openings = [free]
     if options.topics is not None:
-        openings = [[*frame.prefix, *encode_text(tokenizer, topic)] for topic in read_topics(options.topics)]
-        openings = [opening for opening in openings if len(opening) <= options.max_length // 2]
+        openings = [[*free, *encode_text(tokenizer, topic)] for topic in read_topics(options.topics)]
+        openings = [opening for opening in openings if len(opening) <= options.max_length // 2] or [free]
 
     def plan(index: int, rng: np.random.Generator) -> Plan:
         del index
+        begun = rng.random(rows) < options.topics_share
         chosen = rng.integers(0, len(openings), rows)
-        return Plan([openings[i] for i in chosen], True, _temperatures(rows, options.greedy_share, rng))
+        starts = [openings[i] if given else free for i, given in zip(chosen, begun, strict=True)]
+        return Plan(starts, True, _temperatures(rows, options.greedy_share, rng))
 
     return plan
 

@@ -136,5 +136,8 @@ def _origin(options: TrainOptions) -> str:
     if options.prompts:
         return f"answered by the target, user turns from {options.prompts.name}"
     if options.topics:
-        return f"written by the target itself, user turns begun by {options.topics.name}"
+        return (
+            "written by the target itself, user turns included; "
+            f"{options.topics_share:.0%} of those begin as {options.topics.name} says"
+        )
     return "written by the target itself, user turns included"

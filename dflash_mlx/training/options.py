@@ -19,6 +19,7 @@ _DATA_KEYS = (
     "greedy_share",
     "turns",
     "topics",
+    "topics_share",
     "prompts",
     "conversations",
     "thinking",
@@ -72,6 +73,7 @@ class TrainOptions:
     greedy_share: float = 0.75
     turns: int = 1
     topics: Path | None = None
+    topics_share: float = 0.5
     prompts: Path | None = None
     conversations: Path | None = None
     thinking: Thinking = "auto"
@@ -134,6 +136,7 @@ class TrainOptions:
             f"from 4 to half of max-length ({self.max_length // 2})",
         )
         _require(0 <= self.greedy_share <= 1, "greedy-share", self.greedy_share, "from 0 to 1")
+        _require(0 < self.topics_share <= 1, "topics-share", self.topics_share, "above 0 and at most 1")
         _require(0 <= self.loop_share <= 1, "loop-share", self.loop_share, "from 0 to 1")
         _require(1 <= self.turns <= 16, "turns", self.turns, "from 1 to 16")
         for name in ("data_minutes", "data_tokens", "data_batch"):

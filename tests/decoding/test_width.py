@@ -14,12 +14,12 @@ from dflash_mlx.decoding.width import (
     choose_policy,
 )
 
-FLAT = RoundCosts({0: 3.0, 1: 5.0, 15: 5.2}, {1: 1.0, 15: 1.0})
-STEEP = RoundCosts({0: 50.0, 1: 70.0, 7: 110.0, 15: 130.0}, {1: 12.0, 15: 25.0})
+FLAT = RoundCosts({0: 3.0, 1: 5.0, 15: 5.2}, {1: 1.0, 15: 1.0}, steep=False)
+STEEP = RoundCosts({0: 50.0, 1: 70.0, 7: 110.0, 15: 130.0}, {1: 12.0, 15: 25.0}, steep=True)
 
 
 def copy(costs):
-    return RoundCosts(dict(costs.round_seconds), dict(costs.draft_seconds))
+    return RoundCosts(dict(costs.round_seconds), dict(costs.draft_seconds), costs.steep)
 
 
 def simulate(policy, costs, chance, rounds, seed=0):

@@ -1,13 +1,14 @@
 """The worker: answers are those of `generate`, whatever else is going on; nothing is lost, and nothing is left over."""
 
 import asyncio
+import itertools
 import random
 import threading
 import time
 
 import mlx.core as mx
 import pytest
-from test_generation import make_pair
+from serving import answer, collect, job, random_prompt, tokens_of, wait_until
 from tiny import VOCAB
 
 from dflash_mlx.errors import PromptError, UsageError
@@ -15,55 +16,6 @@ from dflash_mlx.generation import generate
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.server import worker as worker_module
 from dflash_mlx.server.worker import Job, QueueFullError, TooLargeError, Worker, WorkerClosedError
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return make_pair()
-
-
-@pytest.fixture
-def serve(pair):
-    """Start workers that are closed when the test ends."""
-    workers = []
-
-    def start(**options):
-        worker = Worker(pair, **{"width": 4, "max_queue": 500} | options)
-        workers.append(worker)
-        worker.start()
-        wait_until(lambda: worker.status().ready)
-        return worker
-
-    yield start
-    for worker in workers:
-        worker.close(timeout=0.0)
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.perf_counter() + seconds
-    while not condition():
-        assert time.perf_counter() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
-def job(prompt, max_tokens=10, **options):
-    return Job(prompt=prompt, params=SamplingParams(max_tokens=max_tokens), **options)
-
-
-def random_prompt(rng, longest=30):
-    return [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, longest))]
-
-
-async def collect(ticket):
-    return [response async for response in ticket]
-
-
-def tokens_of(responses):
-    return [token for response in responses for token in response.token_ids]
-
-
-def answer(worker, wanted):
-    return asyncio.run(collect(worker.submit(wanted)))
 
 
 def test_many_at_once_are_each_answered_as_alone(pair, serve):
@@ -151,7 +103,7 @@ def test_a_long_prompt_is_read_in_chunks_between_others_rounds(pair, serve, monk
     assert tokens_of(found) == generate(pair, long, SamplingParams(max_tokens=3)).token_ids
     both = order[order.index(200) : len(order) - order[::-1].index(200)]
     assert both.count(200) >= 13
-    assert all(a != b for a, b in zip(both, both[1:], strict=False)), "they take turns"
+    assert all(a != b for a, b in itertools.pairwise(both)), "they take turns"
 
 
 def test_cancelling_frees_the_slot_within_a_round(serve, monkeypatch):
@@ -212,8 +164,9 @@ def test_a_client_whose_event_loop_is_gone_harms_nobody(serve):
     worker = serve(max_active=1)
 
     async def leave():
-        asyncio.ensure_future(worker.submit(job([1], 200)).__anext__())
+        waiting = asyncio.ensure_future(worker.submit(job([1], 200)).__anext__())
         await asyncio.sleep(0)
+        assert not waiting.done()
 
     asyncio.run(leave())
     assert answer(worker, job([2], 3))[-1].finish_reason is not None

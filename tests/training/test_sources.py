@@ -110,15 +110,23 @@ def test_prompts_are_answered_once_each(target_folder, tmp_path):
     assert len(stored(chosen.out)) == len(conversations)
 
 
-def test_topics_begin_the_user_turns(target_folder, tmp_path):
-    topics = ["why ", "how is "]
-    chosen = options(target_folder, tmp_path / "out", topics=write(tmp_path / "t.txt", *topics), data_tokens=600)
+def user_turns(target_folder, out, **given):
+    chosen = options(target_folder, out, data_tokens=600, **given)
     run(chosen, quiet=True)
     tokenizer = load_pair(model=str(target_folder), draft=False).tokenizer
-    turns = [tokenizer.decode(c.tokens[: c.spans[0][0]].tolist()) for c in stored(chosen.out)]
-    assert turns
-    beginnings = {next((t for t in ("why", "how is") if f"user {t}" in turn), None) for turn in turns}
-    assert beginnings == {"why", "how is"}
+    return [tokenizer.decode(c.tokens[: c.spans[0][0]].tolist()) for c in stored(chosen.out)]
+
+
+def test_topics_begin_a_share_of_the_user_turns(target_folder, tmp_path):
+    topics = ["why ", "how is "]
+    path = write(tmp_path / "t.txt", *topics)
+    begun = {}
+    for share in (1.0, 0.5):
+        turns = user_turns(target_folder, tmp_path / str(share), topics=path, topics_share=share)
+        assert turns
+        begun[share] = [next((t for t in ("why", "how is") if f"user {t}" in turn), None) for turn in turns]
+    assert set(begun[1.0]) == {"why", "how is"}
+    assert set(begun[0.5]) == {"why", "how is", None}
 
 
 def test_finished_conversations_are_taken_as_they_are(target_folder, tmp_path):

@@ -1,0 +1,123 @@
+"""Caches whose length stays on the device: the same numbers as with mlx-lm's KVCache, in a model and in the loop."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+from tiny import FAMILIES, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
+
+from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.width import FixedWidth
+from dflash_mlx.targets.device_cache import stand_in, works_with
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def target(request):
+    return tiny_target(request.param)
+
+
+def filled(target, prompt):
+    cache = target.make_cache()
+    target.forward(mx.array([prompt]), cache)
+    return cache
+
+
+def test_a_forward_continues_behind_the_length(target):
+    """Rows behind the length are not seen, also when they hold what was rejected, and the buffers grow."""
+    prompt = [i % 40 for i in range(250)]
+    rejected, block = mx.array([[7, 8, 9]]), mx.array([[1, 2, 3, 4, 5, 6, 7, 8]])
+    expected = target.forward(block, filled(target, prompt))
+
+    caches, length = stand_in(filled(target, prompt))
+    length.set(mx.array(len(prompt)))
+    length.reserve(len(prompt) + 8)
+    target.forward(rejected, caches)
+    found = target.forward(block, caches)
+
+    assert length.capacity == 512
+    assert mx.allclose(found, expected, atol=1e-4).item()
+
+
+def test_give_back_makes_usual_caches_again(target):
+    prompt, block = [4, 5, 6, 7, 8], mx.array([[1, 2, 3]])
+    caches, length = stand_in(filled(target, prompt))
+    length.set(len(prompt))
+    target.forward(block, caches)
+    usual = [cache.give_back(len(prompt) + 1) for cache in caches]
+    assert all(type(cache) is KVCache and cache.offset == len(prompt) + 1 for cache in usual)
+    found = target.forward(block, usual)
+    assert mx.allclose(found, target.forward(block, filled(target, [*prompt, 1])), atol=1e-4).item()
+
+
+def test_a_sliding_mask_counts_from_the_length():
+    cache = KVCache()
+    cache.update_and_fetch(mx.zeros((1, 1, 6, 4)), mx.zeros((1, 1, 6, 4)))
+    (device,), length = stand_in([cache])
+    length.set(5)
+    mask = device.make_mask(2, window_size=3)
+    seen = [[i for i in range(length.capacity) if row[i]] for row in mask.tolist()]
+    assert seen == [[3, 4, 5], [4, 5, 6]]
+
+
+class NeedsNumbers:
+    """A model that computes with the cache's length in Python."""
+
+    def __call__(self, tokens, cache):
+        mx.zeros((cache[0].offset,))
+        cache[0].update_and_fetch(mx.zeros((1, 1, tokens.shape[1], 4)), mx.zeros((1, 1, tokens.shape[1], 4)))
+        return mx.zeros((1, tokens.shape[1], 8))
+
+
+def test_works_with_finds_out_by_running(target):
+    assert target.takes_device_lengths()
+    assert not works_with(NeedsNumbers(), 8, [KVCache()])
+    assert not works_with(target.model, target.vocab_size, [object()])
+    assert not works_with(target.model, target.vocab_size, [])
+
+
+def test_rounds_are_queued_before_the_last_one_is_read(target, monkeypatch):
+    """The real loop over more than one growth of the buffers, with and without queueing: the same rounds."""
+    prompt = [3, 1, 4]
+    truth = plain_tokens(target, prompt, 400)
+    script = {3 + i: token for i, token in enumerate(truth)}
+    queued = []
+    to_device = Session.lengths_to_device
+    monkeypatch.setattr(
+        Session, "lengths_to_device", lambda self, length: (queued.append(self.in_flight), to_device(self, length))
+    )
+    runs = []
+    for device in (True, False):
+        monkeypatch.setattr(target, "_device_lengths", device)
+        drafter = ScriptedDrafter(tiny_drafter(block_size=8).config, script, frozenset(range(5, 400, 9)))
+        session = Session(target, drafter)
+        steps = decode(session, prompt, strategy=Greedy(), policy=FixedWidth(7), max_tokens=400, eos_ids=set())
+        runs.append([(step.tokens, step.num_accepted) for step in steps])
+        assert session.device_lengths is None
+        assert session.tokens == (prompt + truth)[: len(session.tokens)]
+    assert [token for tokens, _ in runs[0] for token in tokens] == truth
+    # The last rounds may differ in width: one more round is in flight when the limit is known.
+    assert runs[0][:-2] == runs[1][: len(runs[0]) - 2]
+    assert len(queued) > 40
+
+
+def test_an_answer_left_open_gives_way_to_the_next(target, monkeypatch):
+    monkeypatch.setattr(target, "_device_lengths", True)
+    prompt = [9, 8, 7]
+    truth = plain_tokens(target, prompt, 40)
+    session = Session(
+        target, ScriptedDrafter(tiny_drafter(block_size=8).config, {3 + i: t for i, t in enumerate(truth)})
+    )
+
+    def answer(history):
+        return decode(session, history, strategy=Greedy(), policy=FixedWidth(5), max_tokens=30, eos_ids=set())
+
+    left = answer(prompt)
+    seen = [token for _, step in zip(range(3), left, strict=False) for token in step.tokens]
+    assert session.device_lengths is not None
+    history = prompt + seen
+    session.rewind(len(history) - 1)
+    after = [token for step in answer(history) for token in step.tokens]
+    left.close()
+    assert seen + after == truth[: len(seen) + 30]
+    assert all(cache.offset == len(session.tokens) for cache in session.target_cache)
