@@ -7,14 +7,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.targets.rollback import choose_rollback
+from dflash_mlx.targets.device_cache import DeviceKVCache
 
-_SLICED = (KVCache, QuantizedKVCache)
+_SLICED = (KVCache, QuantizedKVCache, DeviceKVCache)
 
 
 def can_cut(session: Session) -> bool:
     """Whether any beginning of the session can be had: its caches keep every position apart (full attention)."""
-    return all(type(layer_cache) in _SLICED for layer_cache in session.target_cache)
+    return all(type(layer_cache) in _SLICED for layer_cache in [*session.target_cache, *session.draft_cache])
 
 
 def fork(session: Session, length: int) -> Session:
@@ -27,7 +27,6 @@ def fork(session: Session, length: int) -> Session:
     twin = Session(session.target, session.drafter)
     twin.tokens = session.tokens[:length]
     twin.target_cache = [_copy_cache(layer_cache, length) for layer_cache in session.target_cache]
-    twin.rollback = choose_rollback(twin.target_cache) if session.drafter else None
     waiting = sum(features.shape[1] for features in session.pending)
     absorbed = min(length, len(session.tokens) - waiting)
     twin.draft_cache = [_copy_cache(layer_cache, absorbed) for layer_cache in session.draft_cache]
@@ -62,8 +61,13 @@ def _is_cache(value: Any) -> bool:
 def _copy_cache(layer_cache: Any, length: int) -> Any:
     if type(layer_cache) not in _SLICED:
         return _copy(layer_cache)
-    twin = copy.copy(layer_cache)
-    twin.offset = min(length, layer_cache.offset)
+    if isinstance(layer_cache, DeviceKVCache):
+        # In mid-answer, when the usual one is away; what is committed lies in both alike.
+        twin = copy.copy(layer_cache.origin)
+        twin.offset = length
+    else:
+        twin = copy.copy(layer_cache)
+        twin.offset = min(length, layer_cache.offset)
     if twin.offset == 0:
         twin.keys = twin.values = None
     else:
