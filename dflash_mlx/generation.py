@@ -198,6 +198,8 @@ def _respond(
             max_tokens=max_tokens,
             eos_ids=pair.eos_ids,
             processors=params.logits_processors(),
+            guide=constraint.start() if constraint is not None else None,
+            top_logprobs=params.top_logprobs,
         )
         with closing(steps):
             for step in steps:
@@ -282,6 +284,7 @@ class _Answer:
             num_accepted=num_accepted if drafted else None,
             width=step.width if drafted else None,
             notice=notice,
+            logprobs=step.logprobs[: len(token_ids)],
         )
 
 
