@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from dflash_mlx.decoding.constraint import Constraint
+from dflash_mlx.decoding.constraint import Constraint, json_constraint
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.server.answers import Answers, Order, submit
 from dflash_mlx.server.failures import RequestError, failure
@@ -64,8 +64,6 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
     async def constraint(self, schema: dict[str, Any] | None) -> Constraint:
-        from dflash_mlx.decoding.constraint import json_constraint  # type: ignore[attr-defined]
-
         return await self.tokenizing(lambda: json_constraint(self.pair, schema))
 
     def check_model(self, name: str | None) -> str:

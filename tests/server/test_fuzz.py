@@ -14,7 +14,7 @@ import pytest
 from fakes import running
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_pair import make_letter_pair
+from tiny_pair import make_templated_pair
 
 from dflash_mlx.server.parameters import Defaults
 from dflash_mlx.server.service import Limits
@@ -118,10 +118,20 @@ RESPONSE = {
     "store": False,
     "stream": True,
 }
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", 1]}, "b": {"type": "string", "pattern": "^[a-z]{1,3}$", "maxLength": 5}},
+    "required": ["a"],
+    "$defs": {"c": {"type": "array", "items": {"$ref": "#/$defs/c"}}},
+    "additionalProperties": {"$ref": "#/$defs/c"},
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 SHORT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 BODIES = [
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", SHORT),
+    ("/v1/chat/completions", {**SHORT, "response_format": FORMAT}),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 4, "response_format": {"type": "json_object"}}),
     ("/v1/completions", COMPLETION),
     ("/v1/messages", MESSAGE),
     ("/v1/messages", SHORT),
@@ -130,7 +140,9 @@ BODIES = [
     ("/v1/responses", {"input": "hi", "max_output_tokens": 3}),
 ]
 NUMBERS = st.sampled_from([0, 1, -1, 2, 5, 1.5, -0.0, 1e-300, 1e-9, 1e300, 2**31, 2**63, 2**64, 10**30, float("nan")])
-WORDS = st.sampled_from(["", "a", "auto", "none", "user", "assistant", "text", "function", "json_object", "\ud800", "\0"])
+WORDS = st.sampled_from(
+    ["", "a", "auto", "none", "user", "assistant", "text", "function", "type", "object", "$ref", "\ud800", "\0"]
+)
 LEAVES = st.none() | st.booleans() | NUMBERS | WORDS | st.text(max_size=8)
 VALUES = st.recursive(
     LEAVES,
@@ -141,7 +153,7 @@ VALUES = st.recursive(
 
 @pytest.fixture(scope="module")
 def server():
-    pair = make_letter_pair(has_tool_calling=True, has_thinking=True)
+    pair = make_templated_pair()
     worker = Worker(pair, max_queue=200, width=3)
     limits = Limits(body_bytes=100_000, body_seconds=1.0, answer_seconds=20.0)
     with running(worker, pair=pair, names=("tiny",), limits=limits) as found:
@@ -196,13 +208,27 @@ def test_bodies(client: httpx.Client, request: tuple[str, str]) -> None:
 
 
 HEAD = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 )
-JUNK = st.binary(max_size=12) | st.sampled_from(
-    [b"\r\n", b"\0", b"Host: evil\r\n", b"Transfer-Encoding: chunked\r\n", b"Content-Length: 9999999999999\r\n", b": ",
-     b"Content-Length: -1\r\n", b"Expect: 100-continue\r\n", b"Upgrade: websocket\r\nConnection: Upgrade\r\n", b"HTTP/9.9",
-     b"x" * 70_000, b"\xff\xfe", b"Connection: close\r\n", b"Origin: null\r\n", b"GET /health HTTP/1.0\r\n\r\n"]
-)  # fmt: skip
+PIECES = [
+    b"\r\n",
+    b"\0",
+    b": ",
+    b"\xff\xfe",
+    b"HTTP/9.9",
+    b"Host: evil\r\n",
+    b"Origin: null\r\n",
+    b"Transfer-Encoding: chunked\r\n",
+    b"Content-Length: 9999999999999\r\n",
+    b"Content-Length: -1\r\n",
+    b"Expect: 100-continue\r\n",
+    b"Upgrade: websocket\r\nConnection: Upgrade\r\n",
+    b"Connection: close\r\n",
+    b"GET /health HTTP/1.0\r\n\r\n",
+    b"x" * 70_000,
+]
+JUNK = st.binary(max_size=12) | st.sampled_from(PIECES)
 
 
 @st.composite

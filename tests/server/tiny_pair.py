@@ -1,9 +1,12 @@
-"""The real worker over tiny random models, whose tokens are letters."""
+"""Tiny random models for the real worker: with letters for tokens, or with a real tokenizer and chat template."""
 
 from dataclasses import dataclass
 
 import mlx.core as mx
 from fakes import FakeTokenizer
+from json_tokens import json_pair
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
 from tiny import VOCAB, tiny_drafter, tiny_target
 
 from dflash_mlx.pair import ModelPair
@@ -58,3 +61,26 @@ def make_letter_pair(**tokenizer: bool) -> ModelPair:
         dtype=mx.float32,
         block_size=8,
     )
+
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_templated_pair() -> ModelPair:
+    pair = json_pair()
+    fast = pair.tokenizer._tokenizer
+    fast.chat_template = TEMPLATE
+    pair.tokenizer = TokenizerWrapper(
+        fast,
+        type(pair.tokenizer.detokenizer),
+        eos_token_ids=pair.tokenizer.eos_token_ids,
+        tool_call_start=json_tools.tool_call_start,
+        tool_call_end=json_tools.tool_call_end,
+        tool_parser=json_tools.parse_tool_call,
+    )
+    return pair
