@@ -93,6 +93,8 @@ class Answer:
             return []
         for entry in response.logprobs:
             if entry.token_id not in self.eos_ids:
+                if not self.bytes_seen and not self.held_logprobs:
+                    self.bytes_seen = -self.vocabulary.dropped_at_start(entry.token_id)
                 self.held_logprobs.append((self.bytes_seen, entry))
                 self.bytes_seen += len(self.vocabulary.bytes_of(entry.token_id))
         if response.finish_reason is not None and stop_string is None:

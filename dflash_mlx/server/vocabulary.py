@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
+from tokenizers.decoders import ByteLevel
 
 
 class Vocabulary:
@@ -12,7 +13,8 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         detokenizer = tokenizer.detokenizer
-        self._byte_level = isinstance(detokenizer, BPEStreamingDetokenizer)
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._byte_level = isinstance(detokenizer, BPEStreamingDetokenizer) or isinstance(decoder, ByteLevel)
         self._sentencepiece = isinstance(detokenizer, SPMStreamingDetokenizer)
         self._added = set(getattr(tokenizer, "added_tokens_decoder", None) or ())
         self.bytes_of = lru_cache(maxsize=65536)(self._bytes_of)
@@ -20,6 +22,13 @@ class Vocabulary:
     def text_of(self, token: int) -> str:
         """Its text; bytes that are no whole character become U+FFFD."""
         return self.bytes_of(token).decode("utf-8", errors="replace")
+
+    def dropped_at_start(self, token: int) -> int:
+        """How many bytes of an answer's first token are not shown: mlx-lm's detokenizers leave out a space there."""
+        detokenizer = self.tokenizer.detokenizer
+        detokenizer.add_token(token)
+        detokenizer.finalize()
+        return int(self.bytes_of(token).startswith(b" ") and not detokenizer.text.startswith(" "))
 
     def _bytes_of(self, token: int) -> bytes:
         piece = self.tokenizer.convert_ids_to_tokens(token)
