@@ -30,6 +30,7 @@ class Order:
     transitions: Transitions = field(default_factory=dict)
     state: str = CONTENT
     offer: Offer = field(default_factory=Offer)
+    stops: tuple[str, ...] = ()  # those of params.stop that the client asked for
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ class Answer:
                 said += self._close_tool(ended=stop_string or "")
             calls = response.finish_reason == "stop" and self.calls > 0
             finish = "tool_calls" if calls else str(response.finish_reason)
-        return Piece(index, said, response, self._logprobs(response, stop_string), finish, stop_string)
+        logprobs = self._logprobs(response, stop_string)
+        asked_for = stop_string if stop_string in self.order.stops else None
+        return Piece(index, said, response, logprobs, finish, asked_for)
 
     def _logprobs(self, response: GenerationResponse, stop_string: str | None) -> list[TokenLogprob]:
         """Those of the tokens whose text is shown; an end-of-sequence token and a stop string's tokens have none."""

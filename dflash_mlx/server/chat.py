@@ -122,6 +122,7 @@ def _read_tools(fields: Fields, tokenizer: Any) -> Offer:
         if function is None:
             raise tool.wrong("function", "an object")
         tools.append(function_tool(function))
+        tool.done()
     choice = fields.any("tool_choice")
     if isinstance(choice, dict):
         choice = "of a named function"

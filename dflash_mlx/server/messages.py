@@ -74,7 +74,7 @@ def read_request(service: Service, fields: Fields, *, counting: bool = False) ->
         model=model,
         messages=[*_system(fields), *_conversation(fields)],
         variables=variables,
-        order=Order(prompts=[], params=params, draft=wants_draft(fields), offer=offered),
+        order=Order(prompts=[], params=params, draft=wants_draft(fields), offer=offered, stops=params.stop),
         wants_json=wants_json,
         schema=schema,
         stream=fields.flag("stream"),

@@ -52,7 +52,9 @@ def text_of(fields: Fields, name: str, kinds: tuple[str, ...] = ("text",)) -> st
                 f"{part.where('type')} {kind[:40]} is not supported: this server reads text only.",
                 param=part.where("type"),
             )
-        texts.append(part.required_text("text"))
+        texts.append(part.required_text("refusal" if kind == "refusal" else "text"))
+        part.without_effect("cache_control", "annotations", "logprobs")
+        part.done()
     return "".join(texts)
 
 
@@ -94,7 +96,11 @@ def _earlier_call(fields: Fields) -> dict[str, Any]:
     function = fields.object("function")
     if function is None:
         raise fields.wrong("function", "an object")
-    return earlier_call(fields.required_text("id"), function.required_text("name"), function.any("arguments"))
+    call = earlier_call(fields.required_text("id"), function.required_text("name"), function.any("arguments"))
+    fields.without_effect("index")
+    for part in (function, fields):
+        part.done()
+    return call
 
 
 def earlier_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:

@@ -154,6 +154,8 @@ def _cors_headers(origin: str) -> dict[str, str]:
 def _preflight(headers: Headers, cors: dict[str, str]) -> Response:
     wanted = headers.get("access-control-request-headers", "authorization, content-type")
     allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": wanted}
+    if "access-control-request-private-network" in headers:
+        allowed["Access-Control-Allow-Private-Network"] = "true"  # browsers ask this for pages from the internet
     return Response(status_code=204, headers={**cors, **allowed, "Access-Control-Max-Age": "600"})
 
 

@@ -10,6 +10,16 @@ from dflash_mlx.server.fields import Fields
 
 MAX_TOOLS = 256
 
+# What a definition may also say, and what changes nothing here. docs/server.md says so.
+WITHOUT_EFFECT = (
+    "strict",
+    "cache_control",
+    "defer_loading",
+    "eager_input_streaming",
+    "input_examples",
+    "allowed_callers",
+)
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -35,6 +45,9 @@ def function_tool(fields: Fields, *, schema: str = "parameters") -> dict[str, An
         raise fields.wrong("name", "a string of 1 to 256 characters")
     function: dict[str, Any] = {"name": name, "description": fields.text("description") or ""}
     function["parameters"] = fields.mapping(schema) or {"type": "object", "properties": {}}
+    fields.any("type")
+    fields.without_effect(*WITHOUT_EFFECT)
+    fields.done()
     return {"type": "function", "function": function}
 
 

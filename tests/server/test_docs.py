@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 
 from dflash_mlx.cli.app import app as command_line
-from dflash_mlx.server import chat, messages
+from dflash_mlx.server import chat, messages, tools
 from dflash_mlx.server.app import create_app
 from dflash_mlx.server.health import metrics_text
 from dflash_mlx.server.parameters import MAX_ANSWERS, MAX_STOPS, Defaults
@@ -29,7 +29,7 @@ def test_every_route_is_listed():
 
 
 def test_what_has_no_effect_is_listed():
-    for name in {*chat.WITHOUT_EFFECT, *messages.WITHOUT_EFFECT}:
+    for name in {*chat.WITHOUT_EFFECT, *messages.WITHOUT_EFFECT, *tools.WITHOUT_EFFECT}:
         assert f"`{name}`" in DOCUMENT, name
 
 
