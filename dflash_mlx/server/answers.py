@@ -1,7 +1,6 @@
 """Running a request's jobs: tickets in, pieces of answers out, as they come."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,23 +142,29 @@ class Answers:
 
     order: Order
     all: list[Answer]
-    started: float
-    deadline: float | None
+    seconds: float  # they may take; 0 is no limit
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Raises what a job raised, and RequestError when the time is over."""
         queue: asyncio.Queue[tuple[int, GenerationResponse | Exception]] = asyncio.Queue()
         readers = [asyncio.create_task(_read(i, answer.ticket, queue)) for i, answer in enumerate(self.all)]
         open_answers = len(self.all)
+        # Not asyncio.wait_for: before Python 3.12 it can lose the cancellation that a client's leaving is.
+        over = RequestError("the time for a request is over; ask for less.", status=408, code="timeout")
+        timer = (
+            asyncio.get_running_loop().call_later(self.seconds, queue.put_nowait, (0, over)) if self.seconds else None
+        )
         try:
             while open_answers:
-                index, found = await self._next(queue)
+                index, found = await queue.get()
                 if isinstance(found, Exception):
                     raise found
                 piece = self.all[index].add(index, found)
                 open_answers -= piece.finish is not None
                 yield piece
         finally:
+            if timer is not None:
+                timer.cancel()
             for reader in readers:
                 reader.cancel()
             self.close()
@@ -168,14 +173,6 @@ class Answers:
         for answer in self.all:
             if answer.last is None or answer.last.finish_reason is None:
                 answer.ticket.cancel()
-
-    async def _next(self, queue: "asyncio.Queue[Any]") -> Any:
-        if self.deadline is None:
-            return await queue.get()
-        try:
-            return await asyncio.wait_for(queue.get(), max(0.0, self.deadline - time.monotonic()))
-        except asyncio.TimeoutError:
-            raise RequestError("the time for a request is over; ask for less.", status=408, code="timeout") from None
 
     @property
     def finished(self) -> bool:
@@ -224,8 +221,7 @@ def submit(
     worker: Worker, order: Order, *, owner: str, vocabulary: Vocabulary, eos_ids: set[int], timeout: float
 ) -> Answers:
     """Start an order's jobs: all of them or, when the worker refuses one, none. Raises what the worker raises."""
-    started = time.monotonic()
-    answers = Answers(order, [], started, started + timeout if timeout else None)
+    answers = Answers(order, [], timeout)
     try:
         for prompt in order.prompts:
             for index in range(order.n):

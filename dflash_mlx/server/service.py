@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from dflash_mlx.decoding.constraint import Constraint, json_constraint
 from dflash_mlx.pair import ModelPair
@@ -19,6 +19,7 @@ from dflash_mlx.server.failures import RequestError, failure
 from dflash_mlx.server.fields import parse_object
 from dflash_mlx.server.metrics import Metrics
 from dflash_mlx.server.parameters import Defaults
+from dflash_mlx.server.streaming import ClientGoneError
 from dflash_mlx.server.vocabulary import Vocabulary
 from dflash_mlx.server.worker import Worker
 
@@ -127,6 +128,8 @@ class Service:
 
         try:
             body = await asyncio.wait_for(read(), self.limits.body_seconds)
+        except ClientDisconnect:
+            raise ClientGoneError from None
         except asyncio.TimeoutError:
             raise RequestError("the body did not arrive in time.", status=408) from None
         return parse_object(body)

@@ -89,7 +89,7 @@ def test_memory_is_flat_over_two_thousand_requests(server):
     """Different prompts each time, so that the prefix cache fills and evicts; a tenth of the clients leave early."""
 
     async def ask(client: httpx.AsyncClient, i: int) -> None:
-        body = {"prompt": f"{i} bottles on the wall " * 3, "max_tokens": 8, "stream": i % 10 == 0}
+        body = {"prompt": f"{i} bottles on the wall", "max_tokens": 8, "stream": i % 10 == 0}
         if i % 10:
             assert (await client.post("/v1/completions", json=body)).status_code == 200
             return
@@ -102,10 +102,10 @@ def test_memory_is_flat_over_two_thousand_requests(server):
             for i in range(start, end, 20):
                 await asyncio.gather(*(ask(client, j) for j in range(i, i + 20)))
 
-    asyncio.run(several(0, 1000))
+    asyncio.run(several(0, 400))
     middle = peak_megabytes()
     mlx_middle = server.worker.status().memory_active
-    asyncio.run(several(1000, 3000))
+    asyncio.run(several(400, 2400))
     assert peak_megabytes() - middle < 20
     status = server.worker.status()
     assert status.memory_active < mlx_middle * 1.05 + 1e6
