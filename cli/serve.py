@@ -142,7 +142,7 @@ def serve_command(
         pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
     )
     # The address is taken first: loading can take a minute, and a port in use is known at once.
-    from dflash_mlx.server.run import address_of, make_server, open_socket
+    from dflash_mlx.server.run import END_SECONDS, address_of, make_server, open_socket
 
     with closing(open_socket(host, port)) as listener:
         opened = choice.open()
@@ -170,7 +170,11 @@ def serve_command(
         policy = Policy(keys=keys, hosts=hosts, origins=tuple(cors_origin or ()))
         app = create_app(service, policy, access_log=_log if access_log else None)
         address = address_of(listener)
-        server = make_server(app, on_ready=lambda: _announce(service, address, bool(keys), is_loopback(host)))
+        server = make_server(
+            app,
+            on_ready=lambda: _announce(service, address, bool(keys), is_loopback(host)),
+            on_end=lambda: service.worker.close(END_SECONDS),
+        )
         server.run(sockets=[listener])
     note("stopped.")
 

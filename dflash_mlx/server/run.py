@@ -45,8 +45,14 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(app: ASGIApp, *, on_ready: Callable[[], None] | None = None) -> uvicorn.Server:
-    """A server to `run(sockets=[listener])`: until Ctrl-C or SIGTERM, when answers may finish for a few seconds."""
+def make_server(
+    app: ASGIApp, *, on_ready: Callable[[], None] | None = None, on_end: Callable[[], None] | None = None
+) -> uvicorn.Server:
+    """A server to `run(sockets=[listener])`, until Ctrl-C or SIGTERM.
+
+    on_end is called then, in a thread of its own, while open connections are still served: it should see that answers
+    come to an end.
+    """
     config = uvicorn.Config(
         app,
         http=_Protocol,
@@ -59,22 +65,30 @@ def make_server(app: ASGIApp, *, on_ready: Callable[[], None] | None = None) -> 
         proxy_headers=False,
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_keep_alive=IDLE_SECONDS,
-        timeout_graceful_shutdown=END_SECONDS,
+        timeout_graceful_shutdown=2 * END_SECONDS,
     )
-    return _Server(config, on_ready)
+    return _Server(config, on_ready, on_end)
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server, for which a signal is a wish to end and not an accident."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None] | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None] | None, on_end: Callable[[], None] | None
+    ) -> None:
         super().__init__(config)
-        self._on_ready = on_ready
+        self._on_ready, self._on_end = on_ready, on_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self._on_ready is not None:
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._on_end is None:
+            await super().shutdown(sockets=sockets)
+        else:
+            await asyncio.gather(asyncio.to_thread(self._on_end), super().shutdown(sockets=sockets))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override, unused-ignore]
