@@ -201,6 +201,7 @@ class Running:
     service: Service
     worker: Any
     port: int
+    server: Any
 
     @property
     def tokenizer(self) -> FakeTokenizer:
@@ -223,13 +224,13 @@ def running(
     listener = open_socket("127.0.0.1", 0)
     ready = threading.Event()
     app = create_app(service, policy or Policy(), access_log=access_log)
-    server = make_server(app, on_ready=ready.set)
+    server = make_server(app, on_ready=ready.set, on_end=lambda: worker.close(0.2))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     address, port = address_of(listener), listener.getsockname()[1]
     thread.start()
     assert ready.wait(20)
     try:
-        yield Running(address, service, worker, port)
+        yield Running(address, service, worker, port, server)
     finally:
         server.should_exit = True
         thread.join(20)

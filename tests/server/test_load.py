@@ -84,6 +84,16 @@ def test_a_client_that_leaves_frees_its_slot_within_a_round(server):
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
 
 
+def test_the_end_of_the_server_is_told_to_open_streams(server):
+    body = {"prompt": "on and on", "max_tokens": 7000, "stream": True, "logit_bias": {"0": -100}}
+    with httpx.Client(base_url=server.url) as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        next(lines)
+        server.server.should_exit = True
+        *_, last = lines
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
+
+
 @pytest.mark.slow
 def test_memory_is_flat_over_two_thousand_requests(server):
     """Different prompts each time, so that the prefix cache fills and evicts; a tenth of the clients leave early."""
