@@ -114,7 +114,7 @@ def _check_blocks(
     )
 
     masks = mx.full((1, _BLOCK), drafter.config.mask_token_id)
-    hidden = drafter(target.embed(masks), session.draft_cache)
+    hidden = drafter(drafter.embed_block(masks, target.embed), session.draft_cache)
     drafted = session.draft_logits(hidden[0])
     if not mx.all(mx.isfinite(drafted)).item():
         raise PairError("the drafter's logits are not finite; try another --dtype, float32 for instance.")

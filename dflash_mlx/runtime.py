@@ -114,6 +114,12 @@ def resolve_dtype(name: str, *, model_dtype: "mx.Dtype") -> "mx.Dtype":
     return {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}[name]
 
 
+def lacks_bfloat16() -> bool:
+    """Whether the GPU only imitates bfloat16: those of M1 and M2 chips convert at each step."""
+    machine = backend()
+    return machine.kind == "metal" and machine.chip.startswith(("Apple M1", "Apple M2"))
+
+
 def total_memory_bytes() -> int:
     """Physical memory of the machine, without importing MLX."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

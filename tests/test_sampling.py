@@ -85,15 +85,16 @@ def chi_square_p(counts: dict, expected: dict, runs: int) -> float:
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-def sample(target, drafter, params: SamplingParams, runs: int, strategy_of_run) -> dict[tuple[int, ...], int]:
+def sample(
+    target, drafter, params: SamplingParams, runs: int, strategy_of_run, policy=None
+) -> dict[tuple[int, ...], int]:
     """Counts of the first three tokens. One session is rewound to the prompt between runs."""
+    policy = policy or FixedWidth(3)
     session = Session(target, drafter)
     counts: dict[tuple[int, ...], int] = {}
     for run in range(runs):
         session.rewind(len(PROMPT) - 1)
-        steps = decode(
-            session, PROMPT, strategy=strategy_of_run(run), policy=FixedWidth(3), max_tokens=5, eos_ids=set()
-        )
+        steps = decode(session, PROMPT, strategy=strategy_of_run(run), policy=policy, max_tokens=5, eos_ids=set())
         tokens = [token for step in steps for token in step.tokens]
         counts[tuple(tokens[:3])] = counts.get(tuple(tokens[:3]), 0) + 1
     return counts

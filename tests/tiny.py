@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 
+from dflash_mlx.drafters.checkpoint import make_drafter
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.targets.target import Target, wrap_model
@@ -30,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": False},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
 }
+SECOND: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
 
 
 def tiny_target(family: str, *, seed: int = 0, **changes: Any) -> Target:
@@ -44,7 +46,7 @@ def tiny_target(family: str, *, seed: int = 0, **changes: Any) -> Target:
 def tiny_drafter(
     *, block_size: int = 8, seed: int = 1, taps: tuple[int, ...] = (0, 2), **changes: Any
 ) -> DFlashDrafter:
-    """A random DFlash drafter for `tiny_target`."""
+    """A random DFlash drafter for `tiny_target`; with `**SECOND` a DFlash 2 drafter."""
     config = DraftConfig(
         hidden_size=HIDDEN,
         intermediate_size=48,
@@ -59,7 +61,7 @@ def tiny_drafter(
         num_target_layers=LAYERS,
         layer_types=("full_attention", "full_attention"),
     )
-    drafter = DFlashDrafter(replace(config, **changes))
+    drafter = make_drafter(replace(config, **changes))
     _randomize(drafter, seed)
     return drafter
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode, draft, verify
+from dflash_mlx.decoding.forwards import Forwards
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import STEEP, FixedWidth, RoundCosts
 from dflash_mlx.drafters.dflash import DFlashDrafter
@@ -20,9 +21,13 @@ from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 3
+_SCHEMA = 4
 _PROMPT_TOKENS = 64
-_WARM_UP_ROUNDS, _TIMED_ROUNDS = 2, 3
+# Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and `_SECONDS_A_WIDTH`.
+_WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 24
+_SECONDS_A_WIDTH = 0.08
+# Compiling costs time at each new shape, so it must bring this much.
+_WORTH_COMPILING = 1.03
 # Measuring stops after about this long; widths not reached are interpolated.
 _SECONDS_TO_SPEND = 4.0
 
@@ -40,7 +45,8 @@ def load_or_measure(
     path = cache_home() / "round-costs" / f"{_fingerprint(folders, block_size, dtype)}.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return RoundCosts(_table(stored["round_seconds"]), _table(stored["draft_seconds"]), bool(stored["steep"]))
+        rounds, drafts = _table(stored["round_seconds"]), _table(stored["draft_seconds"])
+        return RoundCosts(rounds, drafts, steep=bool(stored["steep"]), compiled=bool(stored["compiled"]))
     except (OSError, ValueError, KeyError, AttributeError):
         pass  # Not measured yet, or a file that cannot be used: measure.
     if report is not None:
@@ -58,7 +64,8 @@ def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> Round
     """
     started = time.perf_counter()
     widest = block_size - 1
-    ends = {width: _round_seconds(target, drafter, width, confident=False) for width in {1, widest}}
+    compiled, ends = _plain_or_compiled(target, drafter, widest)
+    forwards = Forwards(target, drafter, compiled=compiled)
     steep = ends[widest] > STEEP * ends[1]
     rounds = {} if steep else ends
     drafts: dict[int, float] = {}
@@ -66,10 +73,20 @@ def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> Round
         if len(drafts) >= 3 and time.perf_counter() - started > _SECONDS_TO_SPEND:
             break
         if width not in rounds:
-            rounds[width] = _round_seconds(target, drafter, width, confident=steep)
+            rounds[width] = _round_seconds(forwards, width, confident=steep)
         if width:
             drafts[width] = _draft_seconds(target, drafter, width)
-    return RoundCosts(rounds, drafts, steep)
+    return RoundCosts(rounds, drafts, steep=steep, compiled=compiled and not steep)
+
+
+def _plain_or_compiled(target: Target, drafter: DFlashDrafter, widest: int) -> tuple[bool, dict[int, float]]:
+    """Whether compiled rounds are faster here, and the seconds of the narrowest and the widest drafted round."""
+    seconds = {}
+    for compiled in (False, True) if backend().kind != "cpu" and target.takes_device_lengths() else (False,):
+        forwards = Forwards(target, drafter, compiled=compiled)
+        seconds[compiled] = {width: _round_seconds(forwards, width, confident=False) for width in {1, widest}}
+    faster = True in seconds and seconds[True][widest] < seconds[False][widest] / _WORTH_COMPILING
+    return faster, seconds[faster]
 
 
 def _order(widest: int) -> list[int]:
@@ -78,26 +95,29 @@ def _order(widest: int) -> list[int]:
     return list(dict.fromkeys(w for w in wanted if 0 <= w <= widest))
 
 
-def _round_seconds(target: Target, drafter: DFlashDrafter, width: int, *, confident: bool) -> float:
-    session = Session(target, drafter)
+def _round_seconds(forwards: Forwards, width: int, *, confident: bool) -> float:
+    target = forwards.target
+    session = Session(target, forwards.drafter, forwards=forwards)
     prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
-    rounds = _WARM_UP_ROUNDS + _TIMED_ROUNDS
     times: list[float] = []
     steps = decode(
         session,
         prompt,
         strategy=Greedy(),
         policy=FixedWidth(width, reads_confidence=confident),
-        max_tokens=(rounds + 2) * (width + 1) + 2,
+        max_tokens=(_MOST_ROUNDS + 3) * (width + 1),
         eos_ids=set(),
     )
     # The first step is the prompt's own.
     next(steps)
     last = time.perf_counter()
-    for _, _ in zip(range(rounds), steps, strict=False):
+    for _, _ in zip(range(_MOST_ROUNDS), steps, strict=False):
         now = time.perf_counter()
         times.append(now - last)
         last = now
+        timed = times[_WARM_UP_ROUNDS:]
+        if len(timed) >= _TIMED_ROUNDS and sum(timed) > _SECONDS_A_WIDTH:
+            break
     steps.close()
     return statistics.median(times[_WARM_UP_ROUNDS:])
 
@@ -150,6 +170,7 @@ def _store(path: Path, costs: RoundCosts) -> None:
                 "round_seconds": costs.round_seconds,
                 "draft_seconds": costs.draft_seconds,
                 "steep": costs.steep,
+                "compiled": costs.compiled,
             }
             json.dump(stored, file)
         os.replace(file.name, path)

@@ -104,13 +104,14 @@ def decode(
             confidence: mx.array | None = None
             if width > 0:
                 proposal = draft(session, current, width, strategy)
-                confidence = proposal.confidence() if policy.reads_confidence else None
-                mx.async_eval(proposal.tokens, *([confidence] if confidence is not None else []))
                 if queue_ahead:
-                    session.lengths_to_device(mx.array(current.end))
+                    session.to_device(mx.array(current.end))
                     ahead = launch(current.outcome.next_anchor, proposal)
                     ahead.drafted = width
-            elif current.width == 0 and remaining > 1 and guide is None and session.device_lengths is None:
+                else:
+                    confidence = proposal.confidence() if policy.reads_confidence else None
+                    mx.async_eval(proposal.tokens, *([confidence] if confidence is not None else []))
+            elif current.width == 0 and remaining > 1 and guide is None and session.device is None:
                 if history is not None:
                     history = mx.concatenate([history, current.outcome.tokens])[-_HISTORY:]
                 ahead = launch(current.outcome.next_anchor, None, history=history)
@@ -120,7 +121,7 @@ def decode(
             tokens, finish_reason = clip(reading.tokens, remaining, eos_ids)
             commit(session, current, [anchor, *tokens[:-1]])
             if ahead is None:
-                session.lengths_to_host()
+                session.to_host()
             anchor = tokens[-1]
             remaining -= len(tokens)
             now = time.perf_counter()
@@ -190,18 +191,12 @@ def draft(session: Session, after: Round, width: int, strategy: Strategy) -> Pro
 
     All its features go into the drafter's cache and the rejected ones are masked; `commit` trims them.
     """
-    drafter = session.drafter
-    assert drafter is not None
-    session.absorb_pending(after.features)
+    assert session.drafter is not None
     after.absorbed = True
-    masks = mx.full((width,), drafter.config.mask_token_id, dtype=mx.uint32)
+    masks = mx.full((width,), session.drafter.config.mask_token_id, dtype=mx.uint32)
     block = mx.concatenate([after.outcome.next_anchor.astype(mx.uint32), masks])
-    hidden = drafter(
-        session.target.embed(block[None]),
-        session.draft_cache,
-        context_length=after.end if after.width or session.device_lengths else None,
-    )
-    return strategy.propose(session.draft_logits(hidden[0, 1:]), after.end + 1, session.vocabulary)
+    drafted = session.draft(after.features, block, end=after.end)
+    return session.propose(strategy, drafted, anchor=block[:1], position=after.end + 1)
 
 
 def verify(
@@ -256,7 +251,7 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
     """Keep `kept` (the anchor and accepted drafts) of what the round fed; the rest leaves both caches."""
     keep = len(kept)
     session.in_flight -= finished.fed
-    queued_ahead = session.device_lengths is not None
+    queued_ahead = session.device is not None
     if session.rollback is not None and keep < finished.fed and not queued_ahead:
         session.rollback.commit(session.target_cache, fed=finished.fed, keep=keep)
     session.tokens += kept

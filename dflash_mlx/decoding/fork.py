@@ -1,6 +1,7 @@
 """Copies of a session, whole or of its beginning, and what they weigh."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +10,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.targets.device_cache import DeviceKVCache
 
-_SLICED = (KVCache, QuantizedKVCache, DeviceKVCache)
+_SLICED = (KVCache, QuantizedKVCache)
 
 
 def can_cut(session: Session) -> bool:
@@ -24,12 +25,15 @@ def fork(session: Session, length: int) -> Session:
     """
     assert length <= len(session.tokens)
     assert can_cut(session) or (length == len(session.tokens) and not session.in_flight)
-    twin = Session(session.target, session.drafter)
+    twin = Session(session.target, session.drafter, forwards=session.forwards)
     twin.tokens = session.tokens[:length]
-    twin.target_cache = [_copy_cache(layer_cache, length) for layer_cache in session.target_cache]
+    # In mid-answer, the caches' rows may be away in device caches; what is committed is the same there.
+    target_cache: Sequence[Any] = session.device[0].layers if session.device else session.target_cache
+    draft_cache: Sequence[Any] = session.device[1].layers if session.device else session.draft_cache
+    twin.target_cache = [_copy_cache(layer_cache, length) for layer_cache in target_cache]
     waiting = sum(features.shape[1] for features in session.pending)
     absorbed = min(length, len(session.tokens) - waiting)
-    twin.draft_cache = [_copy_cache(layer_cache, absorbed) for layer_cache in session.draft_cache]
+    twin.draft_cache = [_copy_cache(layer_cache, absorbed) for layer_cache in draft_cache]
     if absorbed < length:
         features = mx.concatenate(session.pending, axis=1)[:, : length - absorbed]
         twin.pending = [mx.contiguous(features)]
@@ -59,15 +63,15 @@ def _is_cache(value: Any) -> bool:
 
 
 def _copy_cache(layer_cache: Any, length: int) -> Any:
+    if isinstance(layer_cache, DeviceKVCache):
+        twin = KVCache()
+        twin.keys, twin.values = _cut(layer_cache.keys, length), _cut(layer_cache.values, length)
+        twin.offset = length
+        return twin
     if type(layer_cache) not in _SLICED:
         return _copy(layer_cache)
-    if isinstance(layer_cache, DeviceKVCache):
-        # In mid-answer, when the usual one is away; what is committed lies in both alike.
-        twin = copy.copy(layer_cache.origin)
-        twin.offset = length
-    else:
-        twin = copy.copy(layer_cache)
-        twin.offset = min(length, layer_cache.offset)
+    twin = copy.copy(layer_cache)
+    twin.offset = min(length, layer_cache.offset)
     if twin.offset == 0:
         twin.keys = twin.values = None
     else:

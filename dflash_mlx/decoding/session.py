@@ -1,17 +1,28 @@
 """The state of one conversation: what the target's and the drafter's caches hold."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from dflash_mlx.decoding.accept import DraftVocabulary
-from dflash_mlx.drafters.dflash import DFlashDrafter, DraftCache
-from dflash_mlx.targets.device_cache import DeviceKVCache, DeviceLength, stand_in
+from dflash_mlx.decoding.accept import DraftVocabulary, Proposal, Strategy
+from dflash_mlx.decoding.forwards import Forwards
+from dflash_mlx.decoding.path import propose_path
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash2 import DFlash2Drafter
+from dflash_mlx.targets.device_cache import DeviceCaches
 from dflash_mlx.targets.rollback import Rollback, choose_rollback
 from dflash_mlx.targets.target import Target
+
+
+@dataclass
+class Draft:
+    """What the drafter said of the W places behind an anchor: logits (W, V), or (W, n) when it has a vocabulary of its
+    own, and hidden states (W, D)."""
+
+    logits: mx.array
+    hidden: mx.array
 
 
 @dataclass
@@ -21,8 +32,8 @@ class Session:
     Invariants between rounds: the target's cache holds exactly `tokens`; the drafter's cache holds the first of
     those positions and `pending` the features (1, L, taps * D) of the others, in order. `in_flight` counts the
     positions of a launched round that has not been committed; `settle` takes them out again. `turn` counts answers,
-    so that one that was left unfinished does not touch the caches once the next has begun. Between `lengths_to_device`
-    and `lengths_to_host`, in the middle of an answer, device caches stand in for both lists.
+    so that one that was left unfinished does not touch the caches once the next has begun. Between `to_device` and
+    `to_host`, in the middle of an answer, `device` holds what the target's and the drafter's caches did.
     """
 
     target: Target
@@ -32,18 +43,20 @@ class Session:
     in_flight: int = 0
     turn: int = 0
     target_cache: list[Any] = field(init=False)
-    draft_cache: Sequence[DraftCache] = field(init=False)
+    draft_cache: list[KVCache] = field(init=False)
     rollback: Rollback | None = field(init=False)
     vocabulary: DraftVocabulary | None = field(init=False)
-    # Lengths of the target's and the drafter's caches while they are on the device.
-    device_lengths: tuple[DeviceLength, DeviceLength] | None = None
+    forwards: Forwards | None = None
+    device: tuple[DeviceCaches, DeviceCaches] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        if self.forwards is None and self.drafter is not None:
+            self.forwards = Forwards(self.target, self.drafter)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.tokens, self.pending, self.in_flight, self.device_lengths = [], [], 0, None
+        self.tokens, self.pending, self.in_flight, self.device = [], [], 0, None
         self.target_cache = self.target.make_cache()
         self.draft_cache = self.drafter.make_cache() if self.drafter else []
         self.rollback = choose_rollback(self.target_cache) if self.drafter else None
@@ -52,19 +65,50 @@ class Session:
 
     def draft_logits(self, hidden: mx.array) -> mx.array:
         """The drafter's logits for its hidden states, (W, D) -> (W, V), or (W, n) for the n tokens it may draft."""
-        assert self.drafter is not None
-        ids = self.drafter.config.draft_token_ids
-        head = self.target.head_for(ids) if ids else self.target.head
-        return self.drafter.adjust_logits(head(hidden))
+        assert self.forwards is not None
+        return self.forwards.draft_logits(hidden)
 
     def forward(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D)."""
-        if self.device_lengths is not None:
-            for held in self.device_lengths:
-                held.reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
+        if self.device is not None:
+            assert self.forwards is not None
+            for caches in self.device:
+                caches.reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
+            return self.forwards.verify(tokens, self.device[0])
         if self.drafter is None:
             return self.target.forward(tokens, self.target_cache), None
         return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
+
+    def draft(self, features: mx.array | None, block: mx.array, *, end: int | mx.array) -> Draft:
+        """One forward of the drafter, for the anchor and masks of `block`, (W + 1,).
+
+        `features` (1, L, taps * D), of the newest round, go into the drafter's cache. `end` is the number of positions
+        in it that then count, and so the anchor's position; as an int it is all of them.
+        """
+        assert self.drafter is not None
+        if self.device is not None:
+            assert self.forwards is not None
+            assert features is not None
+            assert not self.pending
+            return Draft(*self.forwards.draft(features, block, mx.array(end), self.device[1]))
+        self.absorb_pending(features)
+        embedded = self.drafter.embed_block(block[None], self.target.embed)
+        hidden = self.drafter(embedded, self.draft_cache, context_length=None if isinstance(end, int) else end)[0, 1:]
+        return Draft(self.draft_logits(hidden), hidden)
+
+    def propose(self, strategy: Strategy, draft: Draft, *, anchor: mx.array, position: int | mx.array) -> Proposal:
+        """Choose drafts for the W places behind `anchor` (1,), of which `position` is the first."""
+        if not isinstance(self.drafter, DFlash2Drafter):
+            return strategy.propose(draft.logits, position, self.vocabulary)
+        return propose_path(
+            self.drafter.candidate_selector,
+            strategy,
+            hidden=draft.hidden,
+            logits=draft.logits,
+            anchor=anchor,
+            position=position,
+            vocabulary=self.vocabulary or DraftVocabulary(mx.arange(draft.logits.shape[-1]), self.target.vocab_size),
+        )
 
     def absorb_pending(self, newest: mx.array | None = None) -> None:
         """Move pending features, and `newest` behind them, into the drafter's cache."""
@@ -78,36 +122,34 @@ class Session:
     @property
     def next_position(self) -> int | mx.array:
         """Where the next token fed to the target will be."""
-        return self.device_lengths[0].value if self.device_lengths else len(self.tokens) + self.in_flight
+        return self.device[0].length.value if self.device else len(self.tokens) + self.in_flight
 
     def can_queue_ahead(self) -> bool:
         """Whether the lengths of both models' caches may stay on the device."""
         return self.drafter is not None and self.target.takes_device_lengths()
 
-    def lengths_to_device(self, length: mx.array) -> None:
-        """From here on both caches hold `length` positions, () int, a number that the host need not know.
+    def to_device(self, length: mx.array) -> None:
+        """From here on both caches hold `length` positions, (), a number that the host need not know.
 
-        The target's may hold more, of which the rest is forgotten.
+        They may hold more, of which the rest is forgotten.
         """
-        if self.device_lengths is None:
-            self.target_cache, target_length = stand_in(self.target_cache)
-            self.draft_cache, draft_length = stand_in(self.draft_cache)
-            self.device_lengths = target_length, draft_length
-        for held in self.device_lengths:
-            held.set(length)
+        if self.device is None:
+            self.device = DeviceCaches.stand_in(self.target_cache), DeviceCaches.stand_in(self.draft_cache)
+        for caches in self.device:
+            caches.length.value = length.astype(mx.int32)
 
-    def lengths_to_host(self) -> None:
+    def to_host(self) -> None:
         """Back to the usual caches with the committed tokens; what a launched round fed beyond them is forgotten."""
-        if self.device_lengths is None:
+        if self.device is None:
             return
         absorbed = len(self.tokens) - sum(features.shape[1] for features in self.pending)
-        self.target_cache = [cache.give_back(len(self.tokens)) for cache in self.target_cache]
-        self.draft_cache = [cache.give_back(absorbed) for cache in self.draft_cache if isinstance(cache, DeviceKVCache)]
-        self.device_lengths, self.in_flight = None, 0
+        self.device[0].give_back(len(self.tokens))
+        self.device[1].give_back(absorbed)
+        self.device, self.in_flight = None, 0
 
     def settle(self) -> None:
         """Take out the positions of a launched round that will not be committed."""
-        self.lengths_to_host()
+        self.to_host()
         if self.in_flight:
             fed, self.in_flight = self.in_flight, 0
             if not self._drop_from_target(fed):
@@ -139,7 +181,6 @@ class Session:
     def trim_drafts(self, length: int) -> None:
         """Keep at most the first `length` positions in the drafter's cache."""
         for layer_cache in self.draft_cache:
-            assert isinstance(layer_cache, KVCache)
             layer_cache.trim(max(0, layer_cache.offset - length))
 
 

@@ -5,21 +5,16 @@ earlier position as extra keys and values, and each other. Only the features' ke
 rounds: a block's own are thrown away, so a drafter never has to roll anything back but rejected features.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import cast
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import KVCache
-from mlx_lm.models.rope_utils import initialize_rope
 
-from dflash_mlx.drafters.config import DraftConfig, parse_draft_config
-from dflash_mlx.errors import CheckpointError
-from dflash_mlx.hub.folder import read_json
-from dflash_mlx.targets.device_cache import DeviceKVCache, held_rows
-from dflash_mlx.targets.target import expand, keeps_quantized
+from dflash_mlx.drafters.config import DraftConfig
+from dflash_mlx.drafters.rope import make_rope
+from dflash_mlx.targets.device_cache import DeviceKVCache
 
 DraftCache = KVCache | DeviceKVCache
 
@@ -50,14 +45,19 @@ class DraftAttention(nn.Module):
     def __call__(
         self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
     ) -> mx.array:
+        """x: (1, B, D). The mask's columns are the newest cached positions, all or some, and then the block's; with a
+        device cache, all its rows, since the block is written into it behind the context for as long as it is drafted.
+        """
         batch, length, _ = x.shape
         queries = self.q_norm(self.q_proj(x).reshape(batch, length, self.num_heads, -1)).transpose(0, 2, 1, 3)
         queries = rope(queries, offset=position)
         keys, values = self.keys_and_values(x, rope, position)
-        held = held_rows(cache)
-        if held is not None:
-            keys = mx.concatenate([held[0], keys], axis=2)
-            values = mx.concatenate([held[1], values], axis=2)
+        if isinstance(cache, DeviceKVCache):
+            keys, values = cache.write(keys, values, at=mx.array(position))
+        elif cache.keys is not None and cache.values is not None:
+            first = 0 if mask is None else cache.offset + length - mask.shape[-1]
+            keys = mx.concatenate([cache.keys[..., first : cache.offset, :], keys], axis=2)
+            values = mx.concatenate([cache.values[..., first : cache.offset, :], values], axis=2)
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
@@ -89,25 +89,46 @@ class DraftLayer(nn.Module):
 
 
 class DFlashDrafter(nn.Module):
-    """A DFlash drafter. Token embeddings and vocabulary head are the target's and are not part of it."""
+    """A DFlash drafter. Token embeddings and vocabulary head are the target's, unless the checkpoint brings its own
+    row for the mask token or its own head for the tokens that it drafts.
+    """
+
+    layer_class: type[DraftLayer] = DraftLayer
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = [DraftLayer(config) for _ in range(config.num_hidden_layers)]
+        self.layers = [self.layer_class(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rope = initialize_rope(
-            config.head_dim,
-            config.rope_theta,
-            traditional=False,
-            scaling_config=config.rope_scaling,
-            max_position_embeddings=config.max_position_embeddings,
-        )
+        if config.own_mask_embedding:
+            self.mask_embedding = mx.zeros((config.hidden_size,))
+        if config.own_head:
+            self.lm_head = nn.Linear(config.hidden_size, len(config.draft_token_ids), bias=False)
+        self._ropes = {
+            kind: make_rope(config.rope_of(kind), config.head_dim, config.max_position_embeddings)
+            for kind in set(config.layer_types)
+        }
 
-    def make_cache(self) -> list[DraftCache]:
+    @property
+    def dtype(self) -> mx.Dtype:
+        """What it computes in. Features and embeddings of another type are cast on their way in, and results back."""
+        return self.norm.weight.dtype
+
+    def rope_of(self, layer: int) -> nn.Module:
+        return self._ropes[self.config.layer_types[layer]]
+
+    def make_cache(self) -> list[KVCache]:
         return [KVCache() for _ in self.layers]
+
+    def embed_block(self, tokens: mx.array, embed: Callable[[mx.array], mx.array]) -> mx.array:
+        """Embeddings (1, B, D) of a block's tokens (1, B), by the target's `embed` or the drafter's own mask row."""
+        embedded = embed(tokens)
+        if not self.config.own_mask_embedding:
+            return embedded
+        is_mask = (tokens == self.config.mask_token_id)[..., None]
+        return mx.where(is_mask, self.mask_embedding.astype(embedded.dtype), embedded)
 
     def extend_context(self, target_hidden: mx.array, cache: Sequence[DraftCache]) -> None:
         """Append the keys and values of the next positions' features to the cache.
@@ -115,9 +136,10 @@ class DFlashDrafter(nn.Module):
         target_hidden: (1, L, taps * D), the target's tapped layer outputs, for the L positions after those
         that the cache already holds.
         """
-        context = self.hidden_norm(self.fc(target_hidden))
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            layer_cache.update_and_fetch(*layer.self_attn.keys_and_values(context, self.rope, layer_cache.offset))
+        context = self.hidden_norm(self.fc(target_hidden.astype(self.dtype)))
+        for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
+            keys, values = layer.self_attn.keys_and_values(context, self.rope_of(i), layer_cache.offset)
+            layer_cache.update_and_fetch(keys, values)
 
     def __call__(
         self, block: mx.array, cache: Sequence[DraftCache], *, context_length: int | mx.array | None = None
@@ -125,23 +147,35 @@ class DFlashDrafter(nn.Module):
         """Hidden states of a block, ready for the target's vocabulary head.
 
         block: (1, B, D) embeddings of the anchor and B - 1 mask tokens. `context_length` is the number of
-        cached positions that are valid, and so the anchor's position: None means all of them (not with device
-        caches). Given as an array it may still be unknown to the host. Returns (1, B, D); row i predicts the token
-        i places after the anchor, row 0 is unused.
+        cached positions that are valid, and so the anchor's position: None means all of them. Given as an
+        array it may still be unknown to the host; then all but the block's size of them are valid at least.
+        Returns (1, B, D); row i predicts the token i places after the anchor, row 0 is unused.
         """
-        rows = held_rows(cache[0])
-        held = rows[0].shape[2] if rows else 0
-        position = held if context_length is None else context_length
-        masks: dict[tuple[bool, bool], mx.array | None] = {}
-        h = block * self.config.input_embedding_scale if self.config.input_embedding_scale != 1.0 else block
+        position = cache[0].offset if context_length is None else context_length
+        masks = self._masks(block.shape[1], cache[0], context_length)
+        h = block.astype(self.dtype)
+        if self.config.input_embedding_scale != 1.0:
+            h = h * self.config.input_embedding_scale
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
-            kind = (self.config.layer_is_causal(i), self.config.layer_is_sliding(i))
-            if kind not in masks:
-                causal, sliding = kind
-                window = self.config.sliding_window if sliding else None
-                masks[kind] = attention_mask(block.shape[1], held, context_length, causal=causal, window=window)
-            h = layer(h, layer_cache, self.rope, position, masks[kind])
-        return self.norm(h)
+            h = layer(h, layer_cache, self.rope_of(i), position, masks[self.config.layer_types[i]])
+        return self.norm(h).astype(block.dtype)
+
+    def _masks(self, block: int, cache: DraftCache, valid: int | mx.array | None) -> dict[str, mx.array | None]:
+        """What a block's rows see, by layer type. Sliding layers do not even read what is out of every row's sight."""
+        masks: dict[str, mx.array | None] = {}
+        for i, kind in enumerate(self.config.layer_types):
+            if kind in masks:
+                continue
+            window = self.config.sliding_window if self.config.layer_is_sliding(i) else None
+            causal = self.config.layer_is_causal(i)
+            if isinstance(cache, DeviceKVCache):
+                assert valid is not None
+                masks[kind] = written_mask(block, cache.keys.shape[2], valid, causal=causal, window=window)
+            else:
+                held = cache.offset
+                first = 0 if window is None else max(0, held - self.config.block_size - window)
+                masks[kind] = attention_mask(block, held, valid, causal=causal, window=window, first=first)
+        return masks
 
     def adjust_logits(self, logits: mx.array) -> mx.array:
         """Apply the checkpoint's output multiplier and soft cap to the target head's logits (any shape)."""
@@ -152,11 +186,11 @@ class DFlashDrafter(nn.Module):
 
 
 def attention_mask(
-    block: int, held: int, valid: int | mx.array | None, *, causal: bool, window: int | None
+    block: int, held: int, valid: int | mx.array | None, *, causal: bool, window: int | None, first: int = 0
 ) -> mx.array | None:
-    """Which of `held` cached positions and `block` block rows each block row may see.
+    """Which of the cached positions `first` to `held` and of `block` block rows each block row may see.
 
-    Boolean (block, held + block), or None where everything is visible. A row sees cached positions below
+    Boolean (block, held - first + block), or None where everything is visible. A row sees cached positions below
     `valid` (all of them when None); with a window only those less than `window` before it. Inside the block a
     row sees all rows, or those up to itself when `causal`.
     """
@@ -165,7 +199,7 @@ def attention_mask(
     if valid is None:
         valid = held
     rows = mx.arange(block)[:, None]
-    columns = mx.arange(held + block)[None]
+    columns = mx.arange(first, held + block)[None]
     in_block = columns - held
     context = (columns < held) & (columns < valid)
     inside = in_block >= 0
@@ -177,45 +211,9 @@ def attention_mask(
     return context | inside
 
 
-def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None = None) -> DFlashDrafter:
-    """Read a drafter folder: config.json and safetensors in the public layout, quantized or not.
-
-    `dtype` is the type of activations and unquantized weights; never float16, in which DFlash drafters
-    overflow. Quantized weights are kept or expanded as `keep_quantized` says; None does what is faster here.
-    Raises CheckpointError.
-    """
-    if dtype == mx.float16:
-        dtype = mx.bfloat16
-    raw = read_json(folder / "config.json")
-    drafter = DFlashDrafter(parse_draft_config(raw))
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"no .safetensors file in the drafter folder {folder}.")
-    weights: dict[str, mx.array] = {}
-    try:
-        for file in files:
-            weights.update(cast("dict[str, mx.array]", mx.load(str(file))))
-    except RuntimeError as error:
-        raise CheckpointError(f"cannot read the drafter's weights in {folder}: {error}") from error
-    quantization = raw.get("quantization")
-    if quantization:
-        nn.quantize(
-            drafter,
-            group_size=quantization["group_size"],
-            bits=quantization["bits"],
-            mode=quantization.get("mode", "affine"),
-            class_predicate=lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights,
-        )
-    try:
-        drafter.load_weights(list(weights.items()), strict=True)
-    except ValueError as error:
-        raise CheckpointError(f"the drafter's weights in {folder} do not fit its config.json: {error}") from error
-    if keep_quantized is None:
-        keep_quantized = keeps_quantized(drafter, dtype)
-    if quantization and not keep_quantized:
-        drafter = cast(DFlashDrafter, expand(drafter, dtype))
-    else:
-        drafter.set_dtype(dtype)
-    drafter.eval()
-    mx.eval(drafter.parameters())
-    return drafter
+def written_mask(block: int, rows: int, valid: int | mx.array, *, causal: bool, window: int | None) -> mx.array:
+    """`attention_mask` for a block that is written into the cache behind its `valid` positions: (block, rows) bool."""
+    columns = mx.arange(rows)[None]
+    own = valid + mx.arange(block)[:, None]
+    seen = columns <= own if causal else mx.broadcast_to(columns < valid + block, (block, rows))
+    return seen if window is None else seen & (mx.abs(own - columns) < window)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.targets.rounding import TOLERANCE, relative_difference
@@ -20,17 +21,8 @@ _STEP = 256
 class DeviceLength:
     """The number of valid positions in a model's caches, () int32 on the device, and the room they have."""
 
-    def __init__(self, capacity: int) -> None:
-        self.value = mx.array(0, dtype=mx.int32)
-        self.capacity = capacity
-
-    def set(self, length: int | mx.array) -> None:
-        self.value = mx.array(length, dtype=mx.int32)
-
-    def reserve(self, positions: int) -> None:
-        """Make room for this many positions in all: what the host knows that the length cannot exceed."""
-        if positions > self.capacity:
-            self.capacity = -(-positions // _STEP) * _STEP
+    def __init__(self, capacity: int, value: mx.array) -> None:
+        self.capacity, self.value = capacity, value
 
     def mask(self, rows: int) -> mx.array:
         """Which positions each of the next `rows` tokens may see: boolean (rows, capacity)."""
@@ -38,27 +30,35 @@ class DeviceLength:
 
 
 class DeviceKVCache:
-    """Stands in for a filled KVCache; `give_back` returns what it holds to it.
+    """Keys and values, (1, heads, capacity, head_dim), of which the first `length` rows count.
 
-    Every layer of a model shares one `length`, which does not move by itself when keys are written.
+    Every layer of a model shares one `length`, which does not move by itself when rows are written.
     """
 
-    def __init__(self, cache: KVCache, length: DeviceLength) -> None:
-        assert cache.keys is not None
-        assert cache.values is not None
-        self.origin, self.length = cache, length
-        self.keys, self.values = cache.keys, cache.values
+    def __init__(self, keys: mx.array, values: mx.array, length: DeviceLength) -> None:
+        self.keys, self.values, self.length = keys, values, length
 
     @property
     def offset(self) -> mx.array:
         return self.length.value
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write (1, heads, L, head_dim) behind the length; returns all rows, (1, heads, capacity, head_dim)."""
-        start = self.length.value.reshape(1)
-        self.keys = mx.slice_update(self._grown(self.keys), keys, start, axes=(2,))
-        self.values = mx.slice_update(self._grown(self.values), values, start, axes=(2,))
+        """Write rows (1, heads, L, head_dim) behind the length; returns all rows."""
+        return self.write(keys, values, at=self.length.value)
+
+    def write(self, keys: mx.array, values: mx.array, *, at: mx.array) -> tuple[mx.array, mx.array]:
+        """Write rows (1, heads, L, head_dim) at a position; returns all rows."""
+        start = at.reshape(1)
+        self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
+        self.values = mx.slice_update(self.values, values, start, axes=(2,))
         return self.keys, self.values
+
+    def grow(self) -> None:
+        """Make as many rows as the length has room for."""
+        missing = self.length.capacity - self.keys.shape[2]
+        if missing > 0:
+            padding = [(0, 0), (0, 0), (0, missing), (0, 0)]
+            self.keys, self.values = mx.pad(self.keys, padding), mx.pad(self.values, padding)
 
     def make_mask(self, rows: int, *, window_size: int | None = None, return_array: bool = False) -> mx.array:
         mask = self.length.mask(rows)
@@ -67,44 +67,55 @@ class DeviceKVCache:
         positions = self.length.value + mx.arange(rows)[:, None]
         return mask & (positions < mx.arange(self.length.capacity)[None] + window_size)
 
-    def give_back(self, length: int) -> KVCache:
-        """The cache that this one stands in for, holding the first `length` positions."""
-        self.origin.keys, self.origin.values, self.origin.offset = self.keys, self.values, length
-        return self.origin
 
-    def _grown(self, rows: mx.array) -> mx.array:
-        missing = self.length.capacity - rows.shape[2]
-        return mx.pad(rows, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing > 0 else rows
+class DeviceCaches:
+    """The caches of a model, `layers`, and their common `length`, to be set before they are used."""
 
+    def __init__(self, layers: list[DeviceKVCache], length: DeviceLength, origins: Sequence[KVCache] = ()) -> None:
+        self.layers, self.length, self.origins = layers, length, list(origins)
 
-def held_rows(cache: KVCache | DeviceKVCache) -> tuple[mx.array, mx.array] | None:
-    """Keys and values in a cache, (1, heads, rows, head_dim); a device cache's include rows behind its length."""
-    if isinstance(cache, DeviceKVCache):
-        return cache.keys, cache.values
-    if cache.keys is None or cache.values is None:
-        return None
-    return cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]
+    @classmethod
+    def stand_in(cls, caches: Sequence[KVCache]) -> "DeviceCaches":
+        """In the place of filled caches of mlx-lm, which `give_back` returns."""
+        keys = [cache.keys for cache in caches if cache.keys is not None]
+        values = [cache.values for cache in caches if cache.values is not None]
+        made = cls.of_arrays(mx.array(0, dtype=mx.int32), keys, values)
+        made.origins = list(caches)
+        for cache in caches:
+            # A second reference would have every row copied when the first is written.
+            cache.keys = cache.values = None
+        return made
 
+    @classmethod
+    def of_arrays(cls, length: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array]) -> "DeviceCaches":
+        """Over arrays (1, heads, capacity, head_dim), of which the first `length`, (), rows count."""
+        common = DeviceLength(keys[0].shape[2], length)
+        return cls([DeviceKVCache(k, v, common) for k, v in zip(keys, values, strict=True)], common)
 
-def stand_in(caches: Sequence[Any]) -> tuple[list[DeviceKVCache], DeviceLength]:
-    """Device caches for filled KVCaches, with the length that they share (to be set)."""
-    length = DeviceLength(caches[0].keys.shape[2])
-    return [DeviceKVCache(cache, length) for cache in caches], length
+    def reserve(self, positions: int) -> None:
+        """Make room for this many positions in all: what the host knows that the length cannot exceed."""
+        if positions > self.length.capacity:
+            self.length.capacity = -(-positions // _STEP) * _STEP
+            for layer in self.layers:
+                layer.grow()
+
+    def give_back(self, length: int) -> None:
+        """Put the first `length` positions back into the caches that these stand in for."""
+        for origin, layer in zip(self.origins, self.layers, strict=True):
+            origin.keys, origin.values, origin.offset = layer.keys, layer.values, length
 
 
 def works_with(model: Any, vocab_size: int, caches: list[Any]) -> bool:
     """Whether a model of mlx-lm computes the same with device caches; `caches` are new ones of its own. Runs it."""
     if not caches or any(type(cache) is not KVCache for cache in caches):
         return False
-    tokens = mx.arange(8)[None] % vocab_size
+    tokens = mx.array(np.random.default_rng(0).integers(0, vocab_size, (1, 9)))
     try:
         model(tokens[:, :5], cache=caches)
-        device_caches, length = stand_in(caches)
-        length.set(5)
-        length.reserve(8)
-        found = model(tokens[:, 5:], cache=device_caches)
-        for cache in device_caches:
-            cache.give_back(5)
+        device = DeviceCaches.stand_in(caches)
+        device.length.value = mx.array(5)
+        found = model(tokens[:, 5:], cache=device.layers)
+        device.give_back(5)
         expected = model(tokens[:, 5:], cache=caches)
     except Exception:  # model code that wants a number for the length may fail in any way
         return False

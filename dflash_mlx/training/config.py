@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.checks import check_shapes
+from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.config import DraftConfig
-from dflash_mlx.drafters.dflash import DFlashDrafter, load_drafter
+from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import UsageError
 from dflash_mlx.targets.target import Target
 from dflash_mlx.training.options import TrainOptions

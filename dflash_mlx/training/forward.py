@@ -46,7 +46,7 @@ def draft_hidden(
         window = config.sliding_window if config.layer_is_sliding(i) else None
         seen = visible(anchors, features.shape[1], config.block_size, causal=config.layer_is_causal(i), window=window)
         x = layer.input_layernorm(h)
-        h = h + block_attention(layer.self_attn, x, context, drafter.rope, anchors, seen)
+        h = h + block_attention(layer.self_attn, x, context, drafter.rope_of(i), anchors, seen)
         h = h + layer.mlp(layer.post_attention_layernorm(h))
     return drafter.norm(h).reshape(batch, count, config.block_size, -1)
 

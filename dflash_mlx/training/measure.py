@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.checks import check_pair, check_shapes
-from dflash_mlx.drafters.dflash import load_drafter
+from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.generation import GenerationResponse, generate
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.sampling import SamplingParams

@@ -19,7 +19,7 @@ STEEP = RoundCosts({0: 50.0, 1: 70.0, 7: 110.0, 15: 130.0}, {1: 12.0, 15: 25.0},
 
 
 def copy(costs):
-    return RoundCosts(dict(costs.round_seconds), dict(costs.draft_seconds), costs.steep)
+    return RoundCosts(dict(costs.round_seconds), dict(costs.draft_seconds), steep=costs.steep)
 
 
 def simulate(policy, costs, chance, rounds, seed=0):

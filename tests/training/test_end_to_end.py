@@ -10,7 +10,7 @@ from mlx_lm.utils import quantize_model, save_model
 from tiny import plain_tokens
 
 from dflash_mlx.cli.app import main
-from dflash_mlx.drafters.dflash import load_drafter
+from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.generation import generate
 from dflash_mlx.pair import load_pair
 from dflash_mlx.sampling import SamplingParams

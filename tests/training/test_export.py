@@ -9,8 +9,8 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny import HIDDEN, tiny_drafter
 
+from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.config import parse_draft_config
-from dflash_mlx.drafters.dflash import load_drafter
 from dflash_mlx.errors import DFlashError, UsageError
 from dflash_mlx.training import export
 from dflash_mlx.training.export import PUBLIC_FILES, export_drafter, push

@@ -1,0 +1,101 @@
+"""The DFlash 2 drafter: DFlash with local convolutions in its layers and a selector of paths behind its head.
+
+The head's best tokens at each position are each likely, but need not follow one another. The selector scores each
+candidate by the one chosen before it, so that the drafts are one path. Format and figures: "Keep Drafting Parallel"
+(Inco AI, 2026) and the public checkpoints; a forward equals that of `dflash` 0.1.0.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.drafters.config import DraftConfig
+from dflash_mlx.drafters.dflash import DFlashDrafter, DraftCache, DraftLayer
+
+
+class LocalConv(nn.Module):
+    """A pair of causal depthwise convolutions along the block, around a sublayer: one before it and one behind.
+
+    A channel's kernel is a fixed one plus one that its row's input chooses for the channel's group. Row 0 (the anchor)
+    has nothing before it: blocks do not see each other, and nothing is cached.
+    """
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.taps, self.group_size = config.conv_kernel_size, config.conv_group_size
+        self.base_kernel = mx.zeros((2, self.taps, config.hidden_size))
+        groups = config.hidden_size // config.conv_group_size
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * groups, bias=False)
+
+    def kernels(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """x (1, B, D), the sublayer's normed input -> the kernels before and behind it, (taps, 1, B, D) each."""
+        batch, length, _ = x.shape
+        by_group = self.kernel_projection(x).reshape(batch, length, 2, self.taps, -1)
+        chosen = mx.repeat(by_group, self.group_size, axis=-1).transpose(2, 3, 0, 1, 4)
+        before, behind = chosen + self.base_kernel[:, :, None, None].astype(x.dtype)
+        return before, behind
+
+    def __call__(self, x: mx.array, kernel: mx.array) -> mx.array:
+        """Row i becomes the sum over taps t of kernel[t, :, i] * x[:, i - t]."""
+        out = kernel[0] * x
+        for t in range(1, min(self.taps, x.shape[1])):
+            out = out + kernel[t] * mx.pad(x[:, :-t], [(0, 0), (t, 0), (0, 0)])
+        return out
+
+
+class DraftLayer2(DraftLayer):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        self.attention_conv = LocalConv(config)
+        self.mlp_conv = LocalConv(config)
+
+    def __call__(
+        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
+    ) -> mx.array:
+        normed = self.input_layernorm(x)
+        before, behind = self.attention_conv.kernels(normed)
+        attended = self.self_attn(self.attention_conv(normed, before), cache, rope, position, mask)
+        h = x + self.attention_conv(attended, behind)
+        normed = self.post_attention_layernorm(h)
+        before, behind = self.mlp_conv.kernels(normed)
+        return h + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), behind)
+
+
+class PathSelector(nn.Module):
+    """Scores of the tokens that may follow a chosen one: score(a, b) = logit(b) + <A[a] * W h, B[b]>."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.top_k = config.selector_top_k
+        self.predecessor_codebook = nn.Embedding(config.vocab_size, config.selector_rank)
+        self.successor_codebook = nn.Embedding(config.vocab_size, config.selector_rank)
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def candidates(self, logits: mx.array) -> mx.array:
+        """The columns of the top_k best logits, (W, n) -> (W, top_k), in no order."""
+        return mx.argpartition(logits, -self.top_k, axis=-1)[:, -self.top_k :]
+
+    def links(self, hidden: mx.array, candidates: mx.array) -> mx.array:
+        """What a predecessor's code is multiplied by to score its successors: (W, top_k, rank), float32.
+
+        hidden: (W, D), final hidden states of the positions; candidates: (W, top_k) token ids.
+        """
+        successors = self.successor_codebook(candidates).astype(mx.float32)
+        return self.hidden_projection(hidden).astype(mx.float32)[:, None] * successors
+
+    def scores(self, unary: mx.array, links: mx.array, previous: mx.array) -> mx.array:
+        """Scores (top_k,) of one position's candidates behind the token `previous` (1,), in float32.
+
+        unary: (top_k,), their logits; links: (top_k, rank), the position's row of `links`.
+        """
+        code = self.predecessor_codebook(previous)[0].astype(mx.float32)
+        return unary.astype(mx.float32) + (links * code).sum(axis=-1)
+
+
+class DFlash2Drafter(DFlashDrafter):
+    """A DFlash 2 drafter: in the decode loop, `candidate_selector` chooses the drafts (`decoding/path.py`)."""
+
+    layer_class = DraftLayer2
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        self.candidate_selector = PathSelector(config)

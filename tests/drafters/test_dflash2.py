@@ -1,0 +1,173 @@
+"""DFlash 2 drafters in the decode loop: whatever the selector chooses, the answer is the target's.
+
+That a forward and a path equal the official ones is in test_official.py.
+"""
+
+import itertools
+import random
+
+import mlx.core as mx
+import pytest
+from test_sampling import CASES, PROMPT, VOCAB, chi_square_p, exact_joint, sample
+from tiny import SECOND, plain_tokens, tiny_drafter, tiny_target
+
+from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, Greedy, Rejection
+from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.path import propose_path
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.width import FixedWidth
+from dflash_mlx.sampling import SamplingParams
+
+RUNS = 2500
+ALL_SLIDING = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9, "is_causal": False}
+
+
+class Confident:
+    """Verifies the drafts that the drafter is sure of: how many depends on the context, and must not bias samples."""
+
+    reads_confidence = True
+
+    def __init__(self, enough: float) -> None:
+        self.enough, self.chosen = enough, []
+
+    def next_width(self) -> int:
+        return 3
+
+    def choose(self, confidence):
+        sure = [probability > self.enough for probability in confidence]
+        self.chosen.append(sure.index(False) if False in sure else len(sure))
+        return self.chosen[-1]
+
+    def observe(self, *, drafted, width, num_accepted, seconds):
+        pass
+
+    def take_notice(self):
+        return None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        ALL_SLIDING,
+        {"draft_token_ids": (1, 5, 7, 11, 30, 40)},
+        {"conv_kernel_size": 4, "conv_group_size": 2, "selector_top_k": 48, "final_logit_softcapping": 4.0},
+    ],
+    ids=["full", "sliding", "reduced vocabulary", "four taps"],
+)
+def test_greedy_answers_are_those_of_plain_decoding(family, changes):
+    target = tiny_target(family)
+    rng = random.Random(5)
+    for seed in range(4):
+        block_size = rng.randint(2, 9)
+        drafter = tiny_drafter(block_size=block_size, seed=seed, **{**SECOND, **changes})
+        prompt = [rng.randrange(48) for _ in range(rng.choice([1, 7, 30]))]
+        width = rng.randint(1, block_size - 1)
+        steps = list(
+            decode(
+                Session(target, drafter),
+                prompt,
+                strategy=Greedy(),
+                policy=FixedWidth(width),
+                max_tokens=25,
+                eos_ids=set(),
+            )
+        )
+        assert [token for step in steps for token in step.tokens] == plain_tokens(target, prompt, 25)
+        assert any(step.width == width for step in steps)
+
+
+def test_a_selector_that_knows_the_answer_is_followed():
+    """Codes that lead from each token of the answer to the next make every draft right, whatever the head says."""
+    target = tiny_target("llama")
+    answers = ([prompt, *plain_tokens(target, [prompt], 9)] for prompt in range(48))
+    truth = next(answer for answer in answers if len(set(answer[:-1])) == len(answer) - 1)
+    drafter = tiny_drafter(block_size=6, **{**SECOND, "selector_rank": 48, "selector_top_k": 48})
+    selector = drafter.candidate_selector
+    codes = mx.zeros((48, 48))
+    for token, successor in itertools.pairwise(truth):
+        codes[token, successor] = 1000.0
+    selector.predecessor_codebook.weight, selector.successor_codebook.weight = codes, mx.eye(48)
+    selector.links = lambda hidden, candidates: selector.successor_codebook(candidates)
+    session = Session(target, drafter)
+    steps = list(decode(session, truth[:1], strategy=Greedy(), policy=FixedWidth(4), max_tokens=9, eos_ids=set()))
+    assert [(step.width, step.num_accepted) for step in steps[:2]] == [(0, 0), (4, 4)]
+    # The last round was queued before the limit was known to cut it.
+    assert all(step.num_accepted == step.width for step in steps[:-1])
+    assert [token for step in steps for token in step.tokens] == truth[1:]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_target("llama", seed=3, vocab_size=VOCAB, num_hidden_layers=1)
+    one_layer = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "num_target_layers": 1}
+    return target, tiny_drafter(block_size=4, taps=(0,), vocab_size=VOCAB, **one_layer, **SECOND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_rejection_sampling_keeps_the_targets_distribution(pair, case):
+    params = CASES[case]
+    strategy = Rejection(params, seed=40 + case)
+    counts = sample(*pair, params, RUNS, lambda run: strategy)
+    assert chi_square_p(counts, exact_joint(pair[0], params), RUNS) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_width_chosen_by_confidence_does_not_bias_sampling(pair):
+    params = CASES[0]
+    strategy, policy = Rejection(params, seed=9), Confident(0.45)
+    counts = sample(*pair, params, RUNS, lambda run: strategy, policy)
+    assert min(policy.chosen.count(width) for width in set(policy.chosen)) > 0.02 * len(policy.chosen)
+    assert len(set(policy.chosen)) >= 2
+    assert chi_square_p(counts, exact_joint(pair[0], params), RUNS) > 1e-3
+
+
+def test_a_seed_gives_the_same_answer_as_without_a_drafter(pair):
+    target, drafter = pair
+    for seed in range(10):
+        params = SamplingParams(temperature=0.9, top_p=0.95, seed=seed)
+        answers = [
+            [
+                token
+                for step in decode(
+                    Session(target, with_),
+                    PROMPT,
+                    strategy=Coupled(params),
+                    policy=FixedWidth(3 if with_ else 0),
+                    max_tokens=20,
+                    eos_ids=set(),
+                )
+                for token in step.tokens
+            ]
+            for with_ in (None, drafter)
+        ]
+        assert answers[0] == answers[1]
+
+
+def test_the_distributions_reported_are_those_drawn_from(pair):
+    """Many paths of one context: draws given the draft before follow the probabilities that the proposal names."""
+    _, drafter = pair
+    strategy = Rejection(SamplingParams(temperature=1.0), seed=1)
+    hidden = mx.random.normal((2, 32), key=mx.random.key(0))
+    logits = mx.random.normal((2, VOCAB), key=mx.random.key(1))
+    counts, expected, runs = {}, {}, 3000
+    for _ in range(runs):
+        proposal = propose_path(
+            drafter.candidate_selector,
+            strategy,
+            hidden=hidden,
+            logits=logits,
+            anchor=mx.array([2]),
+            position=0,
+            vocabulary=DraftVocabulary(mx.arange(VOCAB), VOCAB),
+        )
+        first, second = proposal.tokens.tolist()
+        counts[first, second] = counts.get((first, second), 0) + 1
+        probs = proposal.probs.tolist()
+        for token in range(VOCAB):
+            if probs[1][token] > 0:
+                expected[first, token] = probs[0][first] * probs[1][token]
+    assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
+    assert chi_square_p(counts, expected, runs) > 1e-3
