@@ -99,10 +99,10 @@ def test_rejection_at_every_offset(target, length):
 def test_widths_that_change(target):
     """Plain rounds, which run ahead, mixed with drafted ones of every width, good and bad drafts."""
     rng = random.Random(1)
-    for length in (1, 17, 40):
+    for length in (1, 40):
         prompt = draw(rng, length)
         truth = truth_of(target, prompt, 28)
-        for share in (0.0, 0.3, 1.0):
+        for share in (0.3, 1.0):
             wrong = [at for at in range(length, length + 40) if rng.random() < share]
             drafter = scripted(prompt, truth, wrong, taps=rng.choice([(1,), (0, 3)]))
             session = Session(target, drafter)
