@@ -95,12 +95,13 @@ def decode(
             confidence: mx.array | None = None
             if width > 0:
                 proposal = draft(session, current, width, strategy)
-                confidence = proposal.confidence() if policy.reads_confidence else None
-                mx.async_eval(proposal.tokens, *([confidence] if confidence is not None else []))
                 if queue_ahead:
                     session.to_device(mx.array(current.end))
                     ahead = verify(session, current.outcome.next_anchor, proposal, strategy, None, None)
                     ahead.drafted = width
+                else:
+                    confidence = proposal.confidence() if policy.reads_confidence else None
+                    mx.async_eval(proposal.tokens, *([confidence] if confidence is not None else []))
             elif current.width == 0 and remaining > 1 and session.device is None:
                 if history is not None:
                     history = mx.concatenate([history, current.outcome.tokens])[-_HISTORY:]
@@ -222,7 +223,9 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
     """Keep `kept` (the anchor and accepted drafts) of what the round fed; the rest leaves both caches."""
     keep = len(kept)
     session.in_flight -= finished.fed
-    session.keep(keep, fed=finished.fed)
+    queued_ahead = session.device is not None
+    if not queued_ahead:
+        session.keep(keep, fed=finished.fed)
     session.tokens += kept
     if session.drafter is None or finished.features is None:
         return
@@ -231,7 +234,7 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
         if len(session.pending) >= _MAX_PENDING:
             session.absorb_pending()
         return
-    if session.device is None:
+    if not queued_ahead:
         session.trim_drafts(len(session.tokens))
 
 

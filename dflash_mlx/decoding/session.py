@@ -75,23 +75,17 @@ class Session:
 
         Each forward is to be followed by `keep`, which may keep only some of the tokens if `revocable`.
         """
+        if self.device is not None:
+            assert self.forwards is not None
+            self.device[0].reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
+            return self.forwards.verify(tokens, self.device[0])
         with self._whole_or_reset(), self.rollback.feeding(self.target_cache, tokens, revocable=revocable):
-            if self.device is not None:
-                assert self.forwards is not None
-                for caches in self.device:
-                    caches.reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
-                return self.forwards.verify(tokens, self.device[0])
             if self.drafter is None:
                 return self.target.forward(tokens, self.target_cache), None
             return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
 
     def keep(self, kept: int, *, fed: int) -> None:
-        """Leave the first `kept` of the `fed` tokens of the oldest forward in the target's cache.
-
-        While the lengths are on the device, they alone say what is left.
-        """
-        if self.device is not None:
-            return
+        """Leave the first `kept` of the `fed` tokens of the oldest forward in the target's cache."""
         with self._whole_or_reset():
             self.rollback.commit(self.target_cache, fed=fed, keep=kept)
 
@@ -115,6 +109,7 @@ class Session:
             assert self.forwards is not None
             assert features is not None
             assert not self.pending
+            self.device[1].reserve(len(self.tokens) + self.in_flight + block.shape[0])
             return Draft(*self.forwards.draft(features, block, mx.array(end), self.device[1]))
         self.absorb_pending(features)
         embedded = self.drafter.embed_block(block[None], self.target.embed)
