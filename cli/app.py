@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import bench, chat, doctor, generate, models, train
+from dflash_mlx.cli import bench, chat, convert, doctor, generate, models, train
 from dflash_mlx.cli.output import styled
 from dflash_mlx.errors import DFlashError
 
@@ -74,6 +74,7 @@ _add("chat", chat.chat_command, chat.EXAMPLES)
 _add("bench", bench.bench_command, bench.EXAMPLES)
 app.add_typer(models.models_app, name="models", epilog=models.EXAMPLES)
 _add("train", train.train_command, train.EXAMPLES)
+_add("convert", convert.convert_command, convert.EXAMPLES)
 _add("doctor", doctor.doctor_command, doctor.EXAMPLES)
 
 
