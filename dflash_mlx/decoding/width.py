@@ -133,15 +133,18 @@ class AcceptanceEstimate:
         self.tried = [count * factor for count in self.tried]
         self.kept = [count * factor for count in self.kept]
 
-    def expected_tokens(self, width: int) -> float:
-        """Tokens a round of `width` gains on average. A position rarely reached is taken to be like the one before."""
+    def expected_tokens(self, widest: int) -> list[float]:
+        """Tokens that rounds of width 0 to `widest` gain on average. A position rarely reached is taken to be like the
+        one before it."""
         total, survival, rate = 1.0, 1.0, _PRIOR_RATE
-        for i in range(width):
+        totals = [total]
+        for i in range(widest):
             tried, kept = (self.tried[i], self.kept[i]) if i < len(self.tried) else (0.0, 0.0)
             rate = (kept + _PRIOR_WEIGHT * rate) / (tried + _PRIOR_WEIGHT)
             survival *= rate
             total += survival
-        return total
+            totals.append(total)
+        return totals
 
 
 class Pauses:
@@ -202,7 +205,8 @@ class SteadyWidth:
         # What an earlier answer taught is a hint about this one, not knowledge.
         self.estimate.fade(0.2)
         self.pauses = Pauses()
-        self.width = max(range(1, widest + 1), key=self._speed)
+        speeds = self._speeds()
+        self.width = max(speeds, key=lambda width: speeds[width])
 
     def next_width(self) -> int:
         return 0 if self.pauses.take_rest() else self.width
@@ -217,16 +221,19 @@ class SteadyWidth:
             return
         self.estimate.observe(width, num_accepted)
         self.pauses.observe(num_accepted + 1, self.costs.round(width), self.costs.plain)
-        best = max(range(1, self.widest + 1), key=self._speed)
-        if self._speed(best) > self._speed(self.width) * _HYSTERESIS:
+        speeds = self._speeds()
+        best = max(speeds, key=lambda width: speeds[width])
+        if speeds[best] > speeds[self.width] * _HYSTERESIS:
             self.width = best
 
     def take_notice(self) -> str | None:
         notice, self.pauses.notice = self.pauses.notice, None
         return notice
 
-    def _speed(self, width: int) -> float:
-        return self.estimate.expected_tokens(width) / self.costs.round(width)
+    def _speeds(self) -> dict[int, float]:
+        """Expected tokens a second by width."""
+        expected = self.estimate.expected_tokens(self.widest)
+        return {width: expected[width] / self.costs.round(width) for width in range(1, self.widest + 1)}
 
 
 class ConfidentWidth:
