@@ -1,114 +1,199 @@
-"""`dflash-mlx models`: the pairs that are known, and what each needs."""
+"""`dflash-mlx models`: the pairs that are known, what each needs, and whether it works here."""
 
 import json
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from dflash_mlx.cli import options
-from dflash_mlx.runtime import total_memory_bytes
 
 if TYPE_CHECKING:
-    from dflash_mlx.hub.registry import ModelSource, PairSpec
-
-# Weights take the room of the files; caches, activations and the rest of the system need some too.
-_SHARE_FOR_MODELS = 0.7
+    from dflash_mlx.hub.registry import PairSpec
 
 EXAMPLES = """[bold]Examples[/bold]
 
   dflash-mlx models
 
+  dflash-mlx models qwen3.5
+
+  dflash-mlx models list --fits --downloaded
+
   dflash-mlx models show demo
 
-  dflash-mlx models --json
+  dflash-mlx models check demo
 """
 
+_LABELS = {
+    "name": "name",
+    "aliases": "also called",
+    "title": "what it is",
+    "target": "target (answers)",
+    "drafter": "drafter (guesses)",
+    "gated": "access",
+    "method": "method",
+    "size": "on disk",
+    "memory": "in memory",
+    "fits_memory": "fits this machine",
+    "downloaded": "downloaded",
+    "block_size": "block size",
+    "variants": "other revisions",
+    "thinking": "thinking mode",
+    "verified": "tried",
+    "license": "licence",
+    "notes": "notes",
+}
+_VERIFIED = {
+    "measured": "yes: tokens and speed measured",
+    "runs": "yes: it ran and gave the target's tokens",
+    "loads": "loaded and checked",
+    "listed": "no: listed from what its makers publish",
+}
+_THINKING = {
+    "none": "the target has none",
+    "off": "drafter made for answers without thinking",
+    "on": "drafter made for answers with thinking",
+    "both": "drafter made for both",
+    "unknown": "not published",
+}
+
+
+class _Group(TyperGroup):
+    """`models qwen` is short for `models list qwen`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
 models_app = typer.Typer(
+    cls=_Group,
     help="List the known pairs of model and drafter: size, whether they are on disk, whether they fit.",
     rich_markup_mode="rich",
 )
+Name = Annotated[str, typer.Argument(metavar="PAIR", autocompletion=options.complete_pair)]
 
 
-@models_app.callback(invoke_without_command=True)
-def list_command(context: typer.Context, as_json: options.Json = False) -> None:
-    if context.invoked_subcommand is not None:
-        return
+@models_app.command("list")
+def list_command(
+    text: Annotated[str, typer.Argument(metavar="[FILTER]", help="Only pairs with this text in them.")] = "",
+    fits: Annotated[bool, typer.Option("--fits", help="Only pairs that this machine's memory holds.")] = False,
+    downloaded: Annotated[bool, typer.Option("--downloaded", help="Only pairs that are on this disk.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """The known pairs in a table. Example: dflash-mlx models list gemma --fits"""
     from dflash_mlx.hub.registry import list_pairs
 
-    pairs = [describe(spec) for spec in list_pairs()]
+    pairs = [describe(spec) for spec in list_pairs() if _mentions(spec, text)]
+    pairs = [p for p in pairs if (p["fits_memory"] or not fits) and (p["downloaded"] or not downloaded)]
     if as_json:
         print(json.dumps(pairs, ensure_ascii=False, indent=2))
-    else:
+    elif pairs:
         _print_table(pairs)
+    else:
+        print("no known pair is like that; `dflash-mlx models` lists all")
 
 
 @models_app.command("show")
-def show_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=options.complete_pair)],
-    as_json: options.Json = False,
-) -> None:
-    """Everything that is known about one pair. Example: dflash-mlx models show demo"""
-    from dflash_mlx.hub.registry import find_pair
-
-    pair = describe(find_pair(name))
+def show_command(name: Name, as_json: options.Json = False) -> None:
+    """Everything that is known about one pair, by its name or a target's. Example: dflash-mlx models show demo"""
+    pair = describe(find_spec(name))
     if as_json:
         print(json.dumps(pair, ensure_ascii=False, indent=2))
         return
-    labels = {
-        "name": "name",
-        "aliases": "also called",
-        "title": "what it is",
-        "target": "target (answers)",
-        "drafter": "drafter (guesses)",
-        "size": "on disk",
-        "block_size": "block size",
-        "thinking": "thinking mode",
-        "verified": "tried",
-        "downloaded": "downloaded",
-        "fits_memory": "fits in memory",
-        "license": "licence",
-        "notes": "notes",
+    words = {
+        **pair,
+        "size": size_words(pair["disk_mb"]),
+        "memory": _memory_words(pair["memory"]),
+        "verified": _VERIFIED[pair["verified"]],
+        "thinking": _THINKING[pair["thinking"]],
+        "gated": "gated: the drafter's owner must let you in" if pair["gated"] else "",
+        "license": pair["license"] or "see the models' own pages",
     }
-    words = {**pair, "size": _size(pair["disk_mb"])}
-    for key, label in labels.items():
+    for key, label in _LABELS.items():
         if words[key] not in ("", []):
             print(f"{label + ':':<20}{_words(words[key])}")
     for other in pair["other_targets"]:
         print(f"{'other target:':<20}{other}")
 
 
+@models_app.command("check")
+def check_command(name: Name, precision: options.Precision = options.DType.auto, as_json: options.Json = False) -> None:
+    """Load a pair, downloading what is missing, and run the checks that target and drafter belong together.
+
+    Example: dflash-mlx models check demo
+    """
+    spec = find_spec(name)
+    pair = options.ModelChoice(pair=spec.name, dtype=precision).open()
+    if as_json:
+        content = {"pair": spec.name, "ok": True, "checks": pair.checks, "load_seconds": round(pair.load_seconds, 3)}
+        print(json.dumps(content, ensure_ascii=False))
+        return
+    for line in pair.checks:
+        print(f"ok: {line}")
+    print(f"{spec.name} works here: target and drafter belong together")
+
+
+def find_spec(name: str) -> "PairSpec":
+    """The pair by its name, or by the name of a target it is for. Raises UsageError."""
+    from dflash_mlx.hub.registry import find_pair
+    from dflash_mlx.hub.resolve import pair_for_target
+
+    return pair_for_target(name).pair if "/" in name else find_pair(name)
+
+
 def describe(spec: "PairSpec") -> dict[str, Any]:
     """A pair for --json: the registry's words, and what holds on this machine."""
-    from dflash_mlx.hub.download import is_ready
+    from dflash_mlx.hub.download import find_on_disk
+    from dflash_mlx.hub.memory import pair_needs
+    from dflash_mlx.runtime import backend
 
+    target, drafter = find_on_disk(spec.target), find_on_disk(spec.drafter)
+    needs = pair_needs(spec, target=target, drafter=drafter)
     return {
         "name": spec.name,
         "aliases": list(spec.aliases),
         "title": spec.title,
+        "base": spec.base,
         "target": str(spec.target),
         "drafter": "comes with dflash-mlx" if spec.drafter.kind == "shipped" else str(spec.drafter),
+        "method": spec.method,
+        "gated": spec.drafter.gated or spec.target.gated,
         "disk_mb": spec.disk_mb,
+        "memory": {
+            "target_mb": _mb(needs.target),
+            "drafter_mb": _mb(needs.drafter),
+            "cache_mb": _mb(needs.cache),
+            "total_mb": _mb(needs.total),
+            "estimated": needs.estimated,
+        },
         "block_size": spec.block_size,
+        "variants": list(spec.variants),
         "thinking": spec.thinking,
         "verified": spec.verified,
-        "downloaded": is_ready(spec.target) and is_ready(spec.drafter),
-        "fits_memory": fits_memory(spec.disk_mb, total_memory_bytes()),
+        "downloaded": target is not None and drafter is not None,
+        "fits_memory": needs.fits(backend().memory_bytes),
         "license": spec.license,
         "notes": spec.notes,
         "other_targets": [str(source) for source in spec.other_targets],
-        "sources": {"target": _source(spec.target), "drafter": _source(spec.drafter)},
+        "sources": {"target": _source(spec.target, target), "drafter": _source(spec.drafter, drafter)},
     }
 
 
-def fits_memory(disk_mb: int | None, memory_bytes: int) -> bool | None:
-    """Whether models of this size leave room for caches and the system; None where the size is unknown."""
-    return None if disk_mb is None else disk_mb * 1e6 <= memory_bytes * _SHARE_FOR_MODELS
+def _mentions(spec: "PairSpec", text: str) -> bool:
+    places = [spec.name, *spec.aliases, spec.title, spec.method, spec.base or "", str(spec.target), str(spec.drafter)]
+    return all(any(word in place.lower() for place in places) for word in text.lower().split())
 
 
-def _source(source: "ModelSource") -> dict[str, Any]:
-    return {key: value for key, value in asdict(source).items() if value not in (None, False)}
+def _source(source: Any, folder: Any) -> dict[str, Any]:
+    known = {key: value for key, value in vars(source).items() if value not in (None, False)}
+    return {**known, "folder": str(folder) if folder else None}
+
+
+def _mb(size: int | None) -> int | None:
+    return None if size is None else round(size / 1e6)
 
 
 def _words(value: Any) -> str:
@@ -119,10 +204,15 @@ def _words(value: Any) -> str:
     return "unknown" if value is None else " ".join(str(value).split())
 
 
-def _size(disk_mb: int | None) -> str:
-    if disk_mb is None:
+def size_words(mb: int | None) -> str:
+    if mb is None:
         return "unknown"
-    return f"{disk_mb} MB" if disk_mb < 1000 else f"{disk_mb / 1000:.1f} GB"
+    return f"{mb} MB" if mb < 1000 else f"{mb / 1000:.1f} GB"
+
+
+def _memory_words(memory: dict[str, Any]) -> str:
+    parts = ", ".join(f"{key} {size_words(memory[f'{key}_mb'])}" for key in ("target", "drafter", "cache"))
+    return f"{'about ' if memory['estimated'] else ''}{size_words(memory['total_mb'])} ({parts})"
 
 
 def _print_table(pairs: list[dict[str, Any]]) -> None:
@@ -133,16 +223,18 @@ def _print_table(pairs: list[dict[str, Any]]) -> None:
     # In a pipe nothing may be cut off or wrapped: there the table is as wide as it needs.
     console = Console(width=None if sys.stdout.isatty() else 500)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("name", "also", "target", "drafter", "size", "block", "on disk", "fits"):
+    for column in ("name", "also", "target", "drafter", "memory", "block", "tried", "on disk", "fits"):
         table.add_column(column, overflow="fold")
     for pair in pairs:
+        memory = pair["memory"]
         table.add_row(
             pair["name"],
             ", ".join(pair["aliases"]),
             pair["target"],
-            pair["drafter"],
-            _size(pair["disk_mb"]),
+            pair["drafter"] + (" (gated)" if pair["gated"] else ""),
+            ("~" if memory["estimated"] and memory["total_mb"] else "") + size_words(memory["total_mb"]),
             str(pair["block_size"]),
+            pair["verified"],
             _words(pair["downloaded"]),
             _words(pair["fits_memory"]),
         )

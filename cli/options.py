@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_mlx.cli.live import quiet_keyboard
-from dflash_mlx.cli.output import LoadProgress
+from dflash_mlx.cli.output import LoadProgress, note
 from dflash_mlx.cli.settings import parser
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class ModelChoice:
             progress.report("starting MLX", None)
             from dflash_mlx import load_pair
 
-            return load_pair(
+            pair = load_pair(
                 self.pair,
                 model=self.model,
                 draft_model=self.draft_model,
@@ -197,3 +197,6 @@ class ModelChoice:
                 block_size=self.block_size,
                 report=progress.report,
             )
+        for warning in pair.warnings:
+            note(warning, style="yellow")
+        return pair

@@ -21,7 +21,8 @@ from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.folder import read_json
-from dflash_mlx.hub.registry import ModelSource, find_pair, find_pair_for_target, parse_source
+from dflash_mlx.hub.registry import ModelSource, find_pair, parse_source
+from dflash_mlx.hub.resolve import pair_for_target
 from dflash_mlx.targets.target import Target, load_target
 
 Report = Callable[[str, float | None], None]
@@ -44,6 +45,7 @@ class ModelPair:
     folders: tuple[Path, ...] = ()
     load_seconds: float = 0.0
     checks: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # what the user should know about the choice of models
     _costs: RoundCosts | None = None
     _forwards: Forwards | None = field(init=False, default=None)
     _estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
@@ -119,7 +121,7 @@ def load_pair(
     """
     started = time.perf_counter()
     report = report or (lambda message, fraction: None)
-    label, target_source, drafter_source = _resolve(name, model, draft_model, draft)
+    label, target_source, drafter_source, warning = _resolve(name, model, draft_model, draft)
     target_folder = ensure_model(target_source, report=report)
     drafter_folder = ensure_model(drafter_source, report=report) if drafter_source else None
 
@@ -143,6 +145,7 @@ def load_pair(
         dtype=activations,
         block_size=_block_size(drafter, block_size),
         folders=tuple(f for f in (target_folder, drafter_folder) if f),
+        warnings=[warning] if warning else [],
     )
     if check and drafter is not None:
         report("checking that target and drafter belong together", None)
@@ -153,29 +156,24 @@ def load_pair(
 
 def _resolve(
     name: str | None, model: str | None, draft_model: str | None, draft: bool
-) -> tuple[str, ModelSource, ModelSource | None]:
-    """What to load: a label, the target's source and the drafter's (None to decode plainly)."""
+) -> tuple[str, ModelSource, ModelSource | None, str | None]:
+    """What to load: a label, the target's source, the drafter's (None to decode plainly), a warning or None."""
     if name is not None and (model is not None or draft_model is not None):
         raise UsageError(
             "name either a pair or a model with its drafter, not both (--pair, or --model and --draft-model)."
         )
     if name is not None:
         spec = find_pair(name)
-        return spec.name, spec.target, spec.drafter if draft else None
+        return spec.name, spec.target, spec.drafter if draft else None, None
     if model is None:
         raise UsageError("say what to load: a pair (--pair demo) or a model (--model TARGET --draft-model DRAFTER).")
     target = parse_source(model)
     if not draft:
-        return model, target, None
+        return model, target, None, None
     if draft_model is not None:
-        return model, target, parse_source(draft_model)
-    spec_for_target = find_pair_for_target(model)
-    if spec_for_target is None:
-        raise UsageError(
-            f"no drafter is known for {model}; give one with --draft-model, or run it plainly with --no-draft. "
-            "`dflash-mlx models` lists the pairs that are known."
-        )
-    return model, target, spec_for_target.drafter
+        return model, target, parse_source(draft_model), None
+    match = pair_for_target(model)
+    return model, target, match.pair.drafter, match.warning
 
 
 def _load_tokenizer(folder: Path) -> TokenizerWrapper:

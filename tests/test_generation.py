@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
-from dflash_mlx.errors import PromptError, UsageError
+from dflash_mlx.errors import DownloadError, PromptError, UsageError
 from dflash_mlx.generation import generate, hold_back, stream_generate
 from dflash_mlx.pair import ModelPair, load_pair
 from dflash_mlx.sampling import SamplingParams
@@ -190,6 +190,10 @@ def test_requests_that_cannot_be_met():
         ({"model": "no/such-target-known"}, "no drafter is known"),
     ],
 )
-def test_load_pair_needs_to_know_what(arguments, message):
+def test_load_pair_needs_to_know_what(arguments, message, monkeypatch):
+    def offline(source):
+        raise DownloadError("no network")
+
+    monkeypatch.setattr("dflash_mlx.hub.resolve._remote_facts", offline)
     with pytest.raises(UsageError, match=message):
         load_pair(**arguments)

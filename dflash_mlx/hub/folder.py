@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.hub.naming import is_drafter
 
 _MOST_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
@@ -30,7 +31,7 @@ def check_folder(folder: Path) -> Path:
             raise CheckpointError(f"{folder} is incomplete: {name} is missing. Fetch the folder again.")
     for path in files:
         check_safetensors(path)
-    _check_code(folder, config)
+    check_code(str(folder), config)
     return folder
 
 
@@ -70,22 +71,22 @@ def _size(path: Path) -> str:
         return error.strerror or "unreadable"
 
 
-def _check_code(folder: Path, config: dict[str, Any]) -> None:
+def check_code(name: str, config: dict[str, Any]) -> None:
     """Refuse a checkpoint that only its own Python code can build; that code is never fetched nor run.
 
     Many checkpoints name code for other libraries (`auto_map`) and need none here: drafters, which this project
     builds, and the model types that mlx-lm has.
     """
-    if "dflash_config" in config or any("dflash" in str(name).lower() for name in config.get("architectures") or ()):
+    if is_drafter(config):
         return
     if config.get("model_file"):
         raise CheckpointError(
-            f"{folder} asks to run its own code ({config['model_file']!r}), which is never done. "
+            f"{name} asks to run its own code ({config['model_file']!r}), which is never done. "
             "Use a checkpoint of a model type that mlx-lm knows."
         )
     if config.get("auto_map") and not _mlx_lm_knows(str(config.get("model_type"))):
         raise CheckpointError(
-            f"{folder} is of model type {config.get('model_type')!r}, which mlx-lm does not know, and its own code "
+            f"{name} is of model type {config.get('model_type')!r}, which mlx-lm does not know, and its own code "
             "is never run. Update mlx-lm, or use another checkpoint."
         )
 

@@ -1,5 +1,6 @@
 """Known pairs of target and drafter, one TOML file each in dflash_mlx.models, and where models are kept on disk."""
 
+import difflib
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dflash_mlx.errors import DFlashError, UsageError
+from dflash_mlx.hub.naming import base_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -17,7 +19,8 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 Kind = Literal["pypi-gguf", "hub", "folder", "shipped"]
-Thinking = Literal["none", "off", "on", "both"]
+Thinking = Literal["none", "off", "on", "both", "unknown"]
+Method = Literal["dflash", "dflash2"]
 Verified = Literal["measured", "runs", "loads", "listed"]
 
 
@@ -49,6 +52,16 @@ class ModelSource:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the config.json of a pair's target says, as far as it is known: how a target is recognised by its build."""
+
+    family: str | None = None  # mlx-lm's model file, see `naming.family_of`
+    hidden_size: int | None = None
+    num_layers: int | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairSpec:
     """A target and the drafter trained for it."""
 
@@ -58,9 +71,14 @@ class PairSpec:
     drafter: ModelSource
     block_size: int
     thinking: Thinking  # the modes the drafter was trained for; "none": the target has no such mode
-    license: str
     verified: Verified  # "measured": tokens and speed; "runs": tokens; "loads": load checks; "listed": not tried
+    method: Method = "dflash"
+    base: str | None = None  # the unquantized target, "owner/name": what its quantizations and fine-tunes come from
+    shape: Shape = Shape()
+    license: str | None = None
     aliases: tuple[str, ...] = ()
+    parameters_b: float | None = None  # the target's parameters in 10^9, as its name gives them
+    variants: tuple[str, ...] = ()  # other states of the drafter's repository that are about, a sentence each
     other_targets: tuple[ModelSource, ...] = ()  # the same model in other precisions
     notes: str = ""
 
@@ -83,6 +101,7 @@ _SHAPES = {
     "name": r"[a-z0-9][a-z0-9._-]*",
     "path": r"[A-Za-z0-9][A-Za-z0-9._-]*",
     "repo": r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*",
+    "base": r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*",
     "sha256": r"[0-9a-f]{64}",
     "wheel_sha256": r"[0-9a-f]{64}",
 }
@@ -99,17 +118,14 @@ def find_pair(name: str) -> PairSpec:
     for pair in _known_pairs():
         if wanted == pair.name or wanted in pair.aliases:
             return pair
-    known = ", ".join(f"{p.name} ({', '.join(p.aliases)})" if p.aliases else p.name for p in _known_pairs())
-    raise UsageError(f"no pair is called {name!r}. Known pairs: {known}. Or give --model and --draft-model.")
-
-
-def find_pair_for_target(text: str) -> PairSpec | None:
-    """The pair whose target, in any of its forms, is the Hub model `text` (`owner/name`); None where none is known."""
-    wanted = text.partition("@")[0].lower()
-    for pair in _known_pairs():
-        if any((source.repo or "").lower() == wanted for source in (pair.target, *pair.other_targets)):
-            return pair
-    return None
+    names = {n: pair for pair in _known_pairs() for n in (*pair.aliases, pair.name, base_name(pair.base or pair.name))}
+    close = [names[n] for n in difflib.get_close_matches(base_name(wanted), names, n=4, cutoff=0.6)]
+    shown = list(dict.fromkeys(close)) or _known_pairs()
+    known = ", ".join(f"{p.name} ({', '.join(p.aliases)})" if p.aliases else p.name for p in shown)
+    which = "Like it" if close else "Known pairs"
+    raise UsageError(
+        f"no pair is called {name!r}. {which}: {known}. See `dflash-mlx models`, or give --model and --draft-model."
+    )
 
 
 def parse_source(text: str) -> ModelSource:
@@ -179,27 +195,58 @@ class _PairFileError(DFlashError):
     """A mistake in a pair file; `read_pair` adds the file's name."""
 
 
+_PAIR_OPTIONAL = {"aliases", "base", "license", "method", "notes", "other_targets", "parameters_b", "shape", "variants"}
+
+
 def _pair(table: dict[str, Any]) -> PairSpec:
-    optional = {"aliases", "other_targets", "notes"}
-    required = {field.name for field in fields(PairSpec)} - optional
-    _check_keys(table, required, optional, "the file")
-    for key in ("name", "title", "license"):
+    required = {field.name for field in fields(PairSpec)} - _PAIR_OPTIONAL
+    _check_keys(table, required, _PAIR_OPTIONAL, "the file")
+    for key in ("name", "title", *(table.keys() & {"license", "notes"})):
         _check_text(table, key, "the file")
-    for key, choices in (("thinking", get_args(Thinking)), ("verified", get_args(Verified))):
-        if table[key] not in choices:
-            raise _PairFileError(f"{key} is {table[key]!r}; expected one of {', '.join(choices)}")
+    if "base" in table:
+        _check_text(table, "base", "the file")
+    for key, choices in (("thinking", Thinking), ("verified", Verified), ("method", Method)):
+        if table.get(key, "dflash") not in get_args(choices):
+            raise _PairFileError(f"{key} is {table[key]!r}; expected one of {', '.join(get_args(choices))}")
     if type(table["block_size"]) is not int or not 2 <= table["block_size"] <= 64:
         raise _PairFileError(f"block_size is {table['block_size']!r}; expected a whole number from 2 to 64")
-    aliases, others = table.pop("aliases", []), table.pop("other_targets", [])
-    if not isinstance(aliases, list) or not all(
-        isinstance(a, str) and re.fullmatch(_SHAPES["name"], a) for a in aliases
-    ):
-        raise _PairFileError(f"aliases is {aliases!r}; expected a list of lower-case names")
+    billions = table.get("parameters_b", 1)
+    if isinstance(billions, bool) or not isinstance(billions, (int, float)) or not billions > 0:
+        raise _PairFileError(f"parameters_b is {billions!r}; expected a positive number of 10^9 parameters")
+    aliases, variants = (_texts(table.pop(key, []), key) for key in ("aliases", "variants"))
+    if not all(re.fullmatch(_SHAPES["name"], alias) for alias in aliases):
+        raise _PairFileError(f"aliases is {list(aliases)!r}; expected a list of lower-case names")
+    others = table.pop("other_targets", [])
     if not isinstance(others, list):
         raise _PairFileError("other_targets must be a list of tables ([[other_targets]])")
-    target, drafter = _source(table.pop("target"), "[target]"), _source(table.pop("drafter"), "[drafter]")
-    more = tuple(_source(other, "[[other_targets]]") for other in others)
-    return PairSpec(target=target, drafter=drafter, aliases=tuple(aliases), other_targets=more, **table)
+    return PairSpec(
+        target=_source(table.pop("target"), "[target]"),
+        drafter=_source(table.pop("drafter"), "[drafter]"),
+        shape=_shape(table.pop("shape", {})),
+        aliases=aliases,
+        variants=variants,
+        other_targets=tuple(_source(other, "[[other_targets]]") for other in others),
+        **table,
+    )
+
+
+def _texts(value: Any, key: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
+        raise _PairFileError(f"{key} is {value!r}; expected a list of texts")
+    return tuple(value)
+
+
+def _shape(table: Any) -> Shape:
+    if not isinstance(table, dict):
+        raise _PairFileError("shape must be a table ([shape])")
+    known = {field.name for field in fields(Shape)}
+    _check_keys(table, set(), known, "[shape]")
+    if "family" in table:
+        _check_text(table, "family", "[shape]")
+    for key in table.keys() - {"family"}:
+        if type(table[key]) is not int or table[key] < 1:
+            raise _PairFileError(f"[shape] {key} is {table[key]!r}; expected a positive whole number")
+    return Shape(**table)
 
 
 def _source(table: Any, where: str) -> ModelSource:

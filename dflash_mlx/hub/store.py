@@ -65,7 +65,7 @@ def ensure_folder(folder: Path, stamp: Stamp, build: Callable[[Path], None], *, 
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder, report):
+        with hold_lock(folder.parent / f".{folder.name}.lock", report):
             # Another process may have finished it while this one waited.
             trouble = problem(folder, stamp)
             if trouble is not None:
@@ -99,9 +99,9 @@ def _make(folder: Path, stamp: Stamp, build: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def _lock(folder: Path, report: Report) -> Iterator[None]:
-    """Hold the lock file beside `folder`. The system frees it when its holder dies, however it dies."""
-    with (folder.parent / f".{folder.name}.lock").open("a") as file:
+def hold_lock(path: Path, report: Report) -> Iterator[None]:
+    """Hold the lock file `path`. The system frees it when its holder dies, however it dies."""
+    with path.open("a") as file:
         waiting = False
         while True:
             try:
@@ -109,7 +109,7 @@ def _lock(folder: Path, report: Report) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not waiting:
-                    report(f"waiting for another process that is making {folder.name}", None)
+                    report(f"waiting for another process that is making {path.stem.lstrip('.')}", None)
                 waiting = True
                 time.sleep(_POLL_SECONDS)
         yield

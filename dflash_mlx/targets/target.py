@@ -30,7 +30,7 @@ _EMBEDDINGS = (
 _HEADS = ("lm_head", "output", "embed_out")
 _FINAL_NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "embedding_norm", "final_norm")
 # Model files that multiply their embeddings by the root of the hidden size in passing.
-_ROOT_SCALED = ("gemma", "gemma2", "gemma3_text", "gemma3n")
+_ROOT_SCALED = ("gemma", "gemma2", "gemma3_text", "gemma3n", "recurrent_gemma")
 # On CUDA a quantized model is expanded while it then takes no more than this share of the memory.
 _EXPANDED_SHARE = 0.25
 
@@ -138,7 +138,7 @@ def _embedding_scale(inner: nn.Module) -> float | None:
     for name in ("embed_scale", "embedding_multiplier"):
         if isinstance(getattr(inner, name, None), float | int):
             return float(getattr(inner, name))
-    settings: Any = getattr(inner, "args", inner)
+    settings: Any = getattr(inner, "args", getattr(inner, "config", inner))
     if hasattr(settings, "scale_emb"):
         return float(settings.scale_emb)
     if type(inner).__module__.rpartition(".")[2] in _ROOT_SCALED:
@@ -183,7 +183,7 @@ def load_target(folder: Path, *, dtype: str) -> tuple[Target, mx.Dtype]:
         model, config = load_model(folder, lazy=True)
     except (ValueError, FileNotFoundError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointError(f"cannot load the model in {folder}: {error}") from error
-    wanted = resolve_dtype(dtype, model_dtype=_activation_dtype(model))
+    wanted = resolve_dtype(dtype, model_dtype=activation_dtype(model))
     if keeps_quantized(model, wanted):
         model.set_dtype(wanted)
     else:
@@ -214,7 +214,7 @@ def expand(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
     return model
 
 
-def _activation_dtype(model: nn.Module) -> mx.Dtype:
+def activation_dtype(model: nn.Module) -> mx.Dtype:
     """The floating dtype most of a model's own arrays have (scales and norms, for a quantized one)."""
     counts: dict[mx.Dtype, int] = {}
     for array in dict(tree_flatten(model.parameters())).values():

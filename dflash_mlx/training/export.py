@@ -11,6 +11,7 @@ from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.hub.quantize import quantize_drafter
+from dflash_mlx.hub.upload import upload
 from dflash_mlx.training.curves import Curve, draw_curves
 from dflash_mlx.training.state import write_atomic, write_json, write_text
 from dflash_mlx.training.trees import flat
@@ -200,15 +201,4 @@ def push(folder: Path, repo: str, *, api: Any = None) -> str:
 
     api: what to upload with, the Hub's HfApi unless given.
     """
-    if api is None:
-        from huggingface_hub import HfApi
-
-        api = HfApi()
-    try:
-        api.create_repo(repo, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(PUBLIC_FILES))
-    except Exception as error:  # The client passes its HTTP library's own errors on, and that library changes.
-        raise DFlashError(
-            f"could not upload to {repo}: {error}. The drafter is complete in {folder}; run the command again to retry."
-        ) from error
-    return f"https://huggingface.co/{repo}"
+    return upload(folder, repo, files=PUBLIC_FILES, api=api)

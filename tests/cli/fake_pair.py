@@ -33,6 +33,7 @@ class FakePair:
     block_size: int = 8
     asked: list[dict[str, Any]] = field(default_factory=list)
     sessions: int = 0
+    warnings: list[str] = field(default_factory=list)
 
     def encode_prompt(self, text: str) -> list[int]:
         return [ord(c) for c in text]

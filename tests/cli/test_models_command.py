@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_mlx.cli.models import describe, fits_memory
+from dflash_mlx.cli.models import describe
 from dflash_mlx.hub.registry import ModelSource, PairSpec, list_pairs
 
 
@@ -35,19 +35,51 @@ def test_show_by_alias(run):
     assert json.loads(run("models", "show", "DEMO", "--json")[1])["name"] == "smollm2-135m"
 
 
-@pytest.mark.parametrize(
-    ("disk_mb", "memory", "fits"),
-    [(None, 8e9, None), (123, 8e9, True), (5600, 8e9, True), (5700, 8e9, False), (18000, 16e9, False)],
-)
-def test_fits_memory(disk_mb, memory, fits):
-    assert fits_memory(disk_mb, memory) is fits
+def test_a_filter_and_flags_narrow_the_list(run):
+    names = [pair["name"] for pair in json.loads(run("models", "QWEN3.5", "--json")[1])]
+    assert names
+    assert all(name.startswith("qwen3.5-") for name in names)
+    assert [p["name"] for p in json.loads(run("models", "list", "demo", "--fits", "--json")[1])] == ["smollm2-135m"]
+    assert json.loads(run("models", "demo", "--downloaded", "--json")[1]) == []
+    code, out, err = run("models", "no-such-thing")
+    assert (code, err) == (0, "")
+    assert "lists all" in out
+
+
+def test_show_by_a_target(run):
+    out = run("models", "show", "mlx-community/Qwen3-8B-6bit", "--json")[1]
+    pair = json.loads(out)
+    assert (pair["name"], pair["drafter"]) == ("qwen3-8b", "z-lab/Qwen3-8B-DFlash-b16")
+    assert pair["memory"]["estimated"] is True
+    text = run("models", "show", "minimax-m2.7")[1]
+    assert "gated" in text
+    assert "no: listed" in text
 
 
 def test_unknown_sizes_are_said_to_be_unknown(run, monkeypatch):
     hub = ModelSource(kind="hub", repo="a/b")
-    spec = PairSpec(
-        name="x", title="X", target=hub, drafter=hub, block_size=16, thinking="none", license="MIT", verified="listed"
-    )
+    spec = PairSpec(name="x", title="X", target=hub, drafter=hub, block_size=16, thinking="none", verified="listed")
     monkeypatch.setattr("dflash_mlx.hub.registry.list_pairs", lambda: [spec])
     assert describe(spec)["fits_memory"] is None
     assert "unknown" in run("models")[1]
+
+
+@pytest.fixture
+def fake(fake):
+    fake.checks, fake.load_seconds, fake.warnings = ["drafts are finite"], 1.0, []
+    return fake
+
+
+def test_check_runs_the_load_checks(run, fake):
+    code, out, _ = run("models", "check", "demo")
+    assert code == 0
+    assert "ok: drafts are finite" in out
+    assert json.loads(run("models", "check", "demo", "--json")[1])["ok"] is True
+    assert run("models", "check", "no-such-pair")[0] == 2
+
+
+def test_a_fine_tune_is_announced(run, fake):
+    fake.warnings = ["me/Poet is taken for a fine-tune"]
+    code, out, err = run("models", "check", "demo", "--json")
+    assert (code, "fine-tune" in out) == (0, False)
+    assert "me/Poet is taken for a fine-tune" in err
