@@ -37,7 +37,7 @@ _BASE: Config = {
 }
 _SLIDING = {"use_sliding_window": True, "sliding_window": 8}
 _ALL_SLIDING = {**_SLIDING, "layer_types": ["sliding_attention"] * 3}
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 
 
@@ -69,10 +69,18 @@ CASES: dict[str, Config] = {
     "yarn": _case(rope_scaling=_YARN),
     "yarn in rope_parameters": _case(without=("rope_theta",), rope_parameters={**_YARN, "rope_theta": 150_000.0}),
     "yarn of gpt-oss": _case(
-        rope_theta=150_000.0, rope_scaling={**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        rope_theta=150_000.0,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
     ),
     "yarn with its factor": _case(rope_scaling={**_YARN, "attention_factor": 1.25}),
-    "yarn of Kimi": _case(rope_scaling={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 8.0}),
+    "yarn of Kimi": _case(rope_scaling={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 2.0}),
     "llama3 rope": _case(
         rope_scaling={
             "rope_type": "llama3",
