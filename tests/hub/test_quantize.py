@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from tiny import tiny_drafter, tiny_target
 
-from dflash_mlx.drafters.dflash import load_drafter
+from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub import quantize
 from dflash_mlx.hub.folder import check_folder
