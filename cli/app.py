@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import bench, chat, doctor, generate, models, parity, pull, quantize, train
+from dflash_mlx.cli import bench, chat, convert, doctor, generate, models, parity, pull, quantize, train
 from dflash_mlx.cli.output import styled
 from dflash_mlx.errors import DFlashError
 
@@ -77,6 +77,7 @@ _add("pull", pull.pull_command, pull.EXAMPLES)
 _add("quantize", quantize.quantize_command, quantize.EXAMPLES)
 _add("parity", parity.parity_command, parity.EXAMPLES)
 _add("train", train.train_command, train.EXAMPLES)
+_add("convert", convert.convert_command, convert.EXAMPLES)
 _add("doctor", doctor.doctor_command, doctor.EXAMPLES)
 
 

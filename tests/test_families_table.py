@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 import test_families
-from tiny_families import FAMILY_CONFIGS, OWN_EMBEDDINGS, family_target, unavailable
+from tiny_families import FAMILY_CONFIGS, OWN_EMBEDDINGS, WINDOW, family_target, unavailable
 
 from dflash_mlx.targets.rollback import ReplayRollback, choose_rollback
 from dflash_mlx.targets.trimming import is_trimmed, leaves
@@ -28,11 +28,12 @@ def listed_cases() -> list[tuple[str, str]]:
 
 
 def rollback_of(target) -> str:
-    """How a rejected block leaves this target's caches, found out by feeding one."""
+    """How a rejected block leaves this target's caches, found out by feeding one behind a prompt."""
     cache = target.make_cache()
     rollback = choose_rollback(cache, target)
     if not isinstance(rollback, ReplayRollback):
         return "trim"
+    target.forward(mx.array([list(range(2 * WINDOW))]), cache)
     block = mx.array([[1, 2, 3]])
     with rollback.feeding(cache, block, revocable=True):
         target.forward(block, cache)

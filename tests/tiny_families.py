@@ -209,6 +209,46 @@ FAMILY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_rank": "auto",
         },
     ),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            **_BASE,
+            "mamba_d_conv": 4,
+            "mamba_d_head": 8,
+            "mamba_d_ssm": 32,
+            "mamba_d_state": 8,
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 1,
+        },
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **_BASE,
+            "linear_attn_config": {"num_heads": 4, "head_dim": 8, "kda_layers": [1, 3], "full_attn_layers": [2, 4]},
+            "model_max_length": 8192,
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {
+            **_BASE,
+            "conv1d_width": 4,
+            "logits_soft_cap": 30.0,
+            "attention_window_size": WINDOW,
+            "num_key_value_heads": 1,
+            "block_types": ["recurrent", "attention"],
+        },
+    ),
     "rwkv7": (
         "rwkv7",
         {

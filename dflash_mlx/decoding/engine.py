@@ -223,9 +223,7 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
     """Keep `kept` (the anchor and accepted drafts) of what the round fed; the rest leaves both caches."""
     keep = len(kept)
     session.in_flight -= finished.fed
-    queued_ahead = session.device is not None
-    if not queued_ahead:
-        session.keep(keep, fed=finished.fed)
+    session.keep(keep, fed=finished.fed)
     session.tokens += kept
     if session.drafter is None or finished.features is None:
         return
@@ -234,7 +232,7 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
         if len(session.pending) >= _MAX_PENDING:
             session.absorb_pending()
         return
-    if not queued_ahead:
+    if session.device is None:
         session.trim_drafts(len(session.tokens))
 
 

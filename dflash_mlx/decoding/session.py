@@ -78,14 +78,20 @@ class Session:
         if self.device is not None:
             assert self.forwards is not None
             self.device[0].reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
-            return self.forwards.verify(tokens, self.device[0])
+            with self._whole_or_reset():
+                return self.forwards.verify(tokens, self.device[0])
         with self._whole_or_reset(), self.rollback.feeding(self.target_cache, tokens, revocable=revocable):
             if self.drafter is None:
                 return self.target.forward(tokens, self.target_cache), None
             return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
 
     def keep(self, kept: int, *, fed: int) -> None:
-        """Leave the first `kept` of the `fed` tokens of the oldest forward in the target's cache."""
+        """Leave the first `kept` of the `fed` tokens of the oldest forward in the target's cache.
+
+        While the lengths are on the device, they alone say what is left.
+        """
+        if self.device is not None:
+            return
         with self._whole_or_reset():
             self.rollback.commit(self.target_cache, fed=fed, keep=kept)
 

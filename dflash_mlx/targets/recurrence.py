@@ -19,7 +19,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-# What mlx-lm's decoder layers call the part that alone reads and writes a recurrent cache.
+# What mlx-lm's decoder layers call the part that alone reads and writes a recurrent cache; "self_attn" in those layers
+# that say of themselves that they are linear.
 _MIXERS = ("linear_attn", "mixer", "mamba", "conv", "temporal_block")
 _HOOK = "_dflash_recurrence_hook"
 
@@ -53,6 +54,7 @@ class Recorder:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         found = [layer.get(name) for layer in layers for name in _MIXERS]
+        found += [layer.get("self_attn") for layer in layers if getattr(layer, "is_linear", False)]
         self._mixers = [mixer for mixer in found if isinstance(mixer, nn.Module)]
         self._linears = [
             module

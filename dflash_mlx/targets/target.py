@@ -30,7 +30,7 @@ _EMBEDDINGS = (
 _HEADS = ("lm_head", "output", "embed_out")
 _FINAL_NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "embedding_norm", "final_norm")
 # Model files that multiply their embeddings by the root of the hidden size in passing.
-_ROOT_SCALED = ("gemma", "gemma2", "gemma3_text", "gemma3n")
+_ROOT_SCALED = ("gemma", "gemma2", "gemma3_text", "gemma3n", "recurrent_gemma")
 # On CUDA a quantized model is expanded while it then takes no more than this share of the memory.
 _EXPANDED_SHARE = 0.25
 
@@ -138,7 +138,7 @@ def _embedding_scale(inner: nn.Module) -> float | None:
     for name in ("embed_scale", "embedding_multiplier"):
         if isinstance(getattr(inner, name, None), float | int):
             return float(getattr(inner, name))
-    settings: Any = getattr(inner, "args", inner)
+    settings: Any = getattr(inner, "args", getattr(inner, "config", inner))
     if hasattr(settings, "scale_emb"):
         return float(settings.scale_emb)
     if type(inner).__module__.rpartition(".")[2] in _ROOT_SCALED:
