@@ -1,21 +1,24 @@
 """From a prompt to text: chat template, decode loop, detokenizer, stop strings."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import mlx.core as mx
-from mlx_lm.generate import wired_limit
 
 from dflash_mlx.decoding.accept import choose_strategy
-from dflash_mlx.decoding.engine import FinishReason, Step, decode
+from dflash_mlx.decoding.constraint import Constraint
+from dflash_mlx.decoding.engine import FinishReason, Step, decode, prefill_chunks
+from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.decoding.stats import Acceptance
 from dflash_mlx.decoding.width import FixedWidth, WidthPolicy
 from dflash_mlx.errors import PromptError, UsageError
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.sampling import SamplingParams
+from dflash_mlx.wired import wired
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 Mode = Literal["dflash", "plain"]
@@ -27,7 +30,7 @@ class GenerationResponse:
 
     token_ids holds every token emitted, a final end-of-sequence token included; text leaves that one out, and a stop
     string too. Speeds are tokens a second: `prompt_tps` over the tokens that were not cached, up to the first new
-    token; `generation_tps` over the tokens after the first.
+    token; `generation_tps` over the tokens after the first. logprobs: of token_ids, in order; empty unless asked for.
     """
 
     text: str
@@ -44,6 +47,7 @@ class GenerationResponse:
     num_accepted: int | None = None
     width: int | None = None
     notice: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -69,17 +73,18 @@ def generate(
     session: Session | None = None,
     draft: bool = True,
     width: int | None = None,
+    constraint: Constraint | None = None,
 ) -> GenerationResponse:
     """The whole answer at once. Arguments as for `stream_generate`."""
-    text: list[str] = []
-    token_ids: list[int] = []
-    last = None
-    for response in stream_generate(pair, prompt, params, session=session, draft=draft, width=width):
-        text.append(response.text)
-        token_ids += response.token_ids
-        last = response
-    assert last is not None
-    return replace(last, text="".join(text), token_ids=token_ids)
+    rounds = list(
+        stream_generate(pair, prompt, params, session=session, draft=draft, width=width, constraint=constraint)
+    )
+    return replace(
+        rounds[-1],
+        text="".join(r.text for r in rounds),
+        token_ids=[token for r in rounds for token in r.token_ids],
+        logprobs=[entry for r in rounds for entry in r.logprobs],
+    )
 
 
 def stream_generate(
@@ -90,6 +95,7 @@ def stream_generate(
     session: Session | None = None,
     draft: bool = True,
     width: int | None = None,
+    constraint: Constraint | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Iterator[GenerationResponse]:
     """Answer a prompt, a response for each round.
@@ -97,18 +103,50 @@ def stream_generate(
     prompt: a string (one user message, through the chat template), chat messages, or token ids taken as they are.
     session: a conversation's caches (`pair.new_session()`); what it shares with the prompt is not computed again.
     draft=False decodes plainly. width: drafts verified in each round; None chooses by measured speed.
-    Stop whenever you like: the session stays usable. Raises PromptError and UsageError.
+    constraint: what the text must look like. on_prefill(done, total) is called after each chunk of the prompt; it may
+    raise to cancel. Stop whenever you like: the session stays usable. Raises PromptError and UsageError.
     """
-    params = params or SamplingParams()
-    tokens = encode(pair, prompt)
-    max_tokens = _fitting_max_tokens(pair, len(tokens), params.max_tokens)
+    steps = generate_steps(
+        pair,
+        encode(pair, prompt),
+        params or SamplingParams(),
+        session=session,
+        draft=draft,
+        width=width,
+        constraint=constraint,
+        on_prefill=on_prefill,
+    )
+    return _only_responses(steps)
+
+
+def _only_responses(steps: Generator[GenerationResponse | None, None, None]) -> Iterator[GenerationResponse]:
+    with closing(steps):
+        for step in steps:
+            if step is not None:
+                yield step
+
+
+def generate_steps(
+    pair: ModelPair,
+    tokens: list[int],
+    params: SamplingParams,
+    *,
+    session: Session | None = None,
+    draft: bool = True,
+    width: int | None = None,
+    constraint: Constraint | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> Generator[GenerationResponse | None, None, None]:
+    """`stream_generate` for those who do several answers in turn: also yields, as None, after each prefill chunk."""
+    max_tokens = fitting_max_tokens(pair, len(tokens), params.max_tokens)
     if session is None:
         session = pair.new_session(draft=draft)
     elif draft and pair.drafter is not None and session.drafter is None:
         raise UsageError("this session was made without a drafter; make it with pair.new_session().")
     drafting = draft and session.drafter is not None
     policy = pair.width_policy(width) if drafting else FixedWidth(0)
-    return _respond(pair, session, tokens, params, max_tokens, policy, "dflash" if drafting else "plain", on_prefill)
+    mode: Mode = "dflash" if drafting else "plain"
+    return _respond(pair, session, tokens, params, max_tokens, policy, mode, constraint, on_prefill)
 
 
 def encode(pair: ModelPair, prompt: Prompt) -> list[int]:
@@ -120,7 +158,8 @@ def encode(pair: ModelPair, prompt: Prompt) -> list[int]:
     return list(cast("Sequence[int]", prompt))
 
 
-def _fitting_max_tokens(pair: ModelPair, prompt_tokens: int, wanted: int) -> int:
+def fitting_max_tokens(pair: ModelPair, prompt_tokens: int, wanted: int) -> int:
+    """How many of the `wanted` tokens the context has room for. Raises PromptError when there is room for none."""
     if prompt_tokens == 0:
         raise PromptError("the prompt is empty; give at least one token of text.")
     limit = pair.context_length
@@ -140,30 +179,34 @@ def _respond(
     max_tokens: int,
     policy: WidthPolicy,
     mode: Mode,
+    constraint: Constraint | None,
     on_prefill: Callable[[int, int], None] | None,
-) -> Iterator[GenerationResponse]:
+) -> Generator[GenerationResponse | None, None, None]:
     session.rewind(min(common_prefix(session.tokens, prompt), len(prompt) - 1))
     cached = len(session.tokens)
     answer = _Answer(pair, prompt_tokens=len(prompt), cached_tokens=cached, stop=params.stop, mode=mode)
-    steps = decode(
-        session,
-        prompt,
-        strategy=choose_strategy(params),
-        policy=policy,
-        max_tokens=max_tokens,
-        eos_ids=pair.eos_ids,
-        processors=params.logits_processors(),
-        on_prefill=on_prefill,
-    )
-    with wired_limit(pair.target.model):
-        try:
+    with wired(pair.target.model):
+        for done, total in prefill_chunks(session, prompt[:-1]):
+            if on_prefill is not None:
+                on_prefill(done, total)
+            yield None
+        steps = decode(
+            session,
+            prompt,
+            strategy=choose_strategy(params),
+            policy=policy,
+            max_tokens=max_tokens,
+            eos_ids=pair.eos_ids,
+            processors=params.logits_processors(),
+            guide=constraint.start() if constraint is not None else None,
+            top_logprobs=params.top_logprobs,
+        )
+        with closing(steps):
             for step in steps:
                 response = answer.add(step, policy.take_notice())
                 yield response
                 if response.finish_reason is not None:
                     return
-        finally:
-            steps.close()  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -241,6 +284,7 @@ class _Answer:
             num_accepted=num_accepted if drafted else None,
             width=step.width if drafted else None,
             notice=notice,
+            logprobs=step.logprobs[: len(token_ids)],
         )
 
 

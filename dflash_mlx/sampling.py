@@ -17,7 +17,8 @@ class SamplingParams:
 
     Temperature 0 is greedy. At a temperature above 0 the filters act as in mlx-lm: top-p, then min-p, then
     top-k on the probabilities at temperature 1, then the temperature. With a `seed` the answer is repeatable,
-    and the same with and without a drafter. Penalties look at the last 20 tokens, as in mlx-lm.
+    and the same with and without a drafter. Penalties look at the last 20 tokens, as in mlx-lm. top_logprobs: how
+    many alternatives to report with each token's log-probability; None reports none at all.
     """
 
     max_tokens: int = 256
@@ -31,6 +32,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -42,6 +44,8 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0 (1 is off)")
         _require(all(self.stop), "stop", self.stop, "strings that are not empty")
+        if self.top_logprobs is not None:
+            _require(0 <= self.top_logprobs <= 20, "top_logprobs", self.top_logprobs, "from 0 to 20")
         if self.seed is not None:
             _require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
 

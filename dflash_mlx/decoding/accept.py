@@ -15,10 +15,11 @@ Everything stays on the device; the host reads one small array a round (`Outcome
 
 import os
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
+from dflash_mlx.decoding.logprobs import TokenLogprob, pack_logprobs, unpack_logprobs
 from dflash_mlx.sampling import SamplingParams, sampling_scores
 
 
@@ -88,13 +89,34 @@ class Outcome:
         """The target's own token, (1,), still on the device."""
         return mx.take(self.tokens, self.num_accepted.reshape(1), axis=0)
 
-    def read(self, confidence: mx.array | None = None) -> tuple[int, list[int], list[float]]:
-        """Wait for the device: the number of drafts kept, the num_accepted + 1 tokens gained, and the next drafts'
-        `confidence` when given. One read, whatever is asked."""
-        packed = self.packed if confidence is None else mx.concatenate([self.packed, confidence])
-        values = cast("list[int]", packed.tolist())
-        rows = self.tokens.shape[0]
-        return values[0], values[1 : values[0] + 2], [value / 1e6 for value in values[1 + rows :]]
+    def report_logprobs(self, rows: mx.array, count: int) -> None:
+        """Have `read` bring log-probabilities, of the target's logits (W + 1, V), with `count` alternatives each."""
+        self.packed = mx.concatenate([self.packed, pack_logprobs(rows, self.tokens, count)])
+
+    def read(self, confidence: mx.array | None = None, drafts: mx.array | None = None) -> "Reading":
+        """Wait for the device. One read, whatever is asked: `confidence` and `drafts` of the next proposal, too."""
+        more = [array.astype(mx.uint32) for array in (confidence, drafts) if array is not None]
+        values = cast("list[int]", (mx.concatenate([self.packed, *more]) if more else self.packed).tolist())
+        rows, own = self.tokens.shape[0], self.packed.shape[0]
+        kept = values[0] + 1
+        logprobs = unpack_logprobs(values[1 + rows : own], rows)[:kept] if own > 1 + rows else []
+        chances = own + (confidence.shape[0] if confidence is not None else 0)
+        return Reading(
+            values[0], values[1 : 1 + kept], [v / 1e6 for v in values[own:chances]], values[chances:], logprobs
+        )
+
+
+class Reading(NamedTuple):
+    """What the host learns of a round: drafts kept, the num_accepted + 1 tokens gained, and what else was asked for:
+
+    the next drafts' confidence, those drafts, and the gained tokens' log-probabilities.
+    """
+
+    num_accepted: int
+    tokens: list[int]
+    confidence: list[float]
+    drafts: list[int]
+    logprobs: list[TokenLogprob]
 
 
 class Strategy(Protocol):

@@ -118,7 +118,7 @@ def _round_seconds(forwards: Forwards, width: int, *, confident: bool) -> float:
         timed = times[_WARM_UP_ROUNDS:]
         if len(timed) >= _TIMED_ROUNDS and sum(timed) > _SECONDS_A_WIDTH:
             break
-    steps.close()  # type: ignore[attr-defined]
+    steps.close()
     return statistics.median(times[_WARM_UP_ROUNDS:])
 
 

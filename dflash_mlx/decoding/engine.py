@@ -8,14 +8,16 @@ Python as little as it can, and the host reads once a round.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Literal
 
 import mlx.core as mx
 
 from dflash_mlx.decoding.accept import Outcome, Proposal, Strategy
+from dflash_mlx.decoding.constraint import Bits, Guide, limit, mask_rows
+from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import WidthPolicy
 from dflash_mlx.sampling import LogitsProcessor
@@ -36,6 +38,7 @@ class Step:
     width: int
     num_accepted: int
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass
@@ -68,24 +71,30 @@ def decode(
     max_tokens: int,
     eos_ids: set[int],
     processors: list[LogitsProcessor] | None = None,
+    guide: Guide | None = None,
+    top_logprobs: int | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """Continue `prompt`, of which the session may already hold a prefix.
 
     Yields a Step a round; the last one has a finish_reason and ends with an end-of-sequence token or at
     `max_tokens`. What was yielded is committed, so a consumer may stop after any step and use the session
-    again. `on_prefill(done, total)` is called after each prefill chunk; it may raise to cancel.
+    again. `guide` says which tokens may come; `top_logprobs`, how many alternatives to report with the log-probability
+    of each token (None: report nothing). `on_prefill(done, total)` is called after each prefill chunk; it may raise to
+    cancel.
     """
     session.settle()
     session.turn += 1
     turn = session.turn
+    launch = partial(verify, session, strategy=strategy, processors=processors, top_logprobs=top_logprobs)
     try:
         prefill(session, prompt[:-1], on_prefill)
         anchor = prompt[-1]
         history = mx.array(prompt[-_HISTORY:]) if processors else None
-        queue_ahead = not policy.reads_confidence and not processors and session.can_queue_ahead()
+        queue_ahead = not policy.reads_confidence and not processors and guide is None and session.can_queue_ahead()
         remaining = max_tokens
-        current = verify(session, mx.array([anchor]), None, strategy, processors, history)
+        bits = guide.allowed([])[1] if guide is not None else None
+        current = launch(mx.array([anchor]), None, history=history, bits=bits)
         last_read, idle = time.perf_counter(), 0.0
         while True:
             ahead: Round | None = None
@@ -97,18 +106,19 @@ def decode(
                 proposal = draft(session, current, width, strategy)
                 if queue_ahead:
                     session.to_device(mx.array(current.end))
-                    ahead = verify(session, current.outcome.next_anchor, proposal, strategy, None, None)
+                    ahead = launch(current.outcome.next_anchor, proposal)
                     ahead.drafted = width
                 else:
                     confidence = proposal.confidence() if policy.reads_confidence else None
                     mx.async_eval(proposal.tokens, *([confidence] if confidence is not None else []))
-            elif current.width == 0 and remaining > 1 and session.device is None:
+            elif current.width == 0 and remaining > 1 and guide is None and session.device is None:
                 if history is not None:
                     history = mx.concatenate([history, current.outcome.tokens])[-_HISTORY:]
-                ahead = verify(session, current.outcome.next_anchor, None, strategy, processors, history)
+                ahead = launch(current.outcome.next_anchor, None, history=history)
 
-            num_accepted, tokens, chances = current.outcome.read(confidence)
-            tokens, finish_reason = clip(tokens, remaining, eos_ids)
+            reading = current.outcome.read(confidence, proposal.tokens if proposal and guide is not None else None)
+            num_accepted, chances = reading.num_accepted, reading.confidence
+            tokens, finish_reason = clip(reading.tokens, remaining, eos_ids)
             commit(session, current, [anchor, *tokens[:-1]])
             if ahead is None:
                 session.to_host()
@@ -132,9 +142,13 @@ def decode(
                 if proposal is not None:
                     width = min(policy.choose(chances) if chances else drafted, remaining - 1)
                     proposal = proposal.shortened(width) if width else None
-                ahead = verify(session, mx.array([anchor]), proposal, strategy, processors, history)
+                if guide is not None:
+                    guide.advance(tokens)
+                    proposal, bits = limit(guide, proposal, reading.drafts)
+                ahead = launch(mx.array([anchor]), proposal, history=history, bits=bits)
                 ahead.drafted = drafted
-            yield Step(tokens, current.width, min(num_accepted, len(tokens)), finish_reason)
+            logprobs = reading.logprobs[: len(tokens)]
+            yield Step(tokens, current.width, min(num_accepted, len(tokens)), finish_reason, logprobs)
             if finish_reason is not None:
                 return
             assert ahead is not None
@@ -146,7 +160,14 @@ def decode(
 
 
 def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int], None] | None = None) -> None:
-    """Feed `tokens` beyond those that the session holds (which must be a prefix of them).
+    """Feed `tokens` beyond those that the session holds (which must be a prefix of them)."""
+    for done, total in prefill_chunks(session, tokens):
+        if on_prefill is not None:
+            on_prefill(done, total)
+
+
+def prefill_chunks(session: Session, tokens: list[int]) -> Iterator[tuple[int, int]]:
+    """`prefill` a chunk at a time; yields (done, total) after each, when the session is in order and may be left.
 
     Chunks are those of mlx-lm's plain decoding, and so are the numbers. Features go straight into the drafter's cache;
     vocabulary logits are never computed.
@@ -163,8 +184,7 @@ def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int]
         session.in_flight = 0
         session.tokens += chunk
         mx.clear_cache()
-        if on_prefill is not None:
-            on_prefill(at + len(chunk) - start, len(tokens) - start)
+        yield at + len(chunk) - start, len(tokens) - start
 
 
 def draft(session: Session, after: Round, width: int, strategy: Strategy) -> Proposal:
@@ -186,10 +206,13 @@ def verify(
     proposal: Proposal | None,
     strategy: Strategy,
     processors: list[LogitsProcessor] | None,
-    history: mx.array | None,
+    history: mx.array | None = None,
+    bits: Bits | None = None,
+    top_logprobs: int | None = None,
 ) -> Round:
     """Launch the target over the anchor and the drafts, and the judgement of them.
 
+    history: the tokens before, the anchor included, for the processors. bits: what may come at each row.
     `session.in_flight` counts what was fed on top of what is committed.
     """
     width = proposal.width if proposal else 0
@@ -200,7 +223,11 @@ def verify(
     rows = logits[0]
     if processors and history is not None:
         rows = process_rows(rows, proposal, history, processors)
+    if bits is not None:
+        rows = mask_rows(rows, bits)
     outcome = strategy.accept(proposal, rows, base + 1)
+    if top_logprobs is not None:
+        outcome.report_logprobs(rows, top_logprobs)
     mx.async_eval(outcome.packed, *([features] if features is not None else []))
     return Round(base, outcome, features, width)
 

@@ -1,0 +1,164 @@
+"""Structured output: only tokens that keep the text on course may come, with drafting still on.
+
+Before a block is verified, its drafts are walked through a matcher on the host. That gives the tokens allowed at each
+of the block's rows, and cuts the drafts at the first one that is not; so the answer is that of plain decoding under
+the same constraint. The matcher is llguidance (https://github.com/guidance-ai/llguidance).
+"""
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from dflash_mlx.decoding.accept import Proposal
+from dflash_mlx.errors import DFlashError, UsageError
+
+if TYPE_CHECKING:
+    from dflash_mlx.pair import ModelPair
+
+# For a token at each row: one bit a token of the vocabulary, (rows, words) of 32.
+Bits = npt.NDArray[np.uint32]
+_WORD = 32
+# Models that lose their way in whitespace would never end; people and models indent by less.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+
+
+class Guide(Protocol):
+    """One answer's way through a constraint."""
+
+    def advance(self, tokens: list[int]) -> None:
+        """These tokens came."""
+
+    def allowed(self, drafts: list[int]) -> tuple[int, Bits]:
+        """How many of the drafts may come, one after another, and what may come at their rows and the one behind."""
+
+
+class Constraint(Protocol):
+    """What the text of an answer must look like. May serve any number of answers, also at the same time."""
+
+    def start(self) -> Guide:
+        """For a new answer, of which nothing is there yet."""
+
+
+def limit(guide: Guide, proposal: Proposal | None, drafts: list[int]) -> tuple[Proposal | None, Bits]:
+    """Cut a proposal, whose tokens are `drafts`, where it leaves the course; what may come at each row, (W + 1, words).
+
+    Speculative sampling draws the token in a refused draft's place from a distribution that depends on the draft, so
+    there the first one that is off course stays, to be refused.
+    """
+    width = proposal.width if proposal else 0
+    count, bits = guide.allowed(drafts[:width])
+    if proposal is None:
+        return None, bits
+    keep = count if proposal.probs is None else min(count + 1, width)
+    return proposal.shortened(keep) if keep else None, bits[: keep + 1]
+
+
+def mask_rows(rows: mx.array, bits: Bits) -> mx.array:
+    """Logits (R, V) with -inf where a token may not come."""
+    words = mx.array(bits)
+    spread = (words[:, :, None] >> mx.arange(_WORD, dtype=mx.uint32)) & 1
+    allowed = spread.reshape(words.shape[0], -1)[:, : rows.shape[1]]
+    return mx.where(allowed.astype(mx.bool_), rows, -mx.inf)
+
+
+class _GrammarConstraint:
+    """A grammar of llguidance's."""
+
+    def __init__(self, tokenizer: Any, grammar: str) -> None:
+        self._tokenizer, self._grammar = tokenizer, grammar
+
+    def start(self) -> Guide:
+        from llguidance import LLMatcher
+
+        return _GrammarGuide(LLMatcher(self._tokenizer, self._grammar), self._tokenizer.vocab_size)
+
+
+class _GrammarGuide:
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._words = -(-vocab_size // _WORD)
+        self._require_sound()
+
+    def advance(self, tokens: list[int]) -> None:
+        for token in tokens:
+            # Once nothing but the end can come, the matcher wants to hear of nothing more.
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
+        self._require_sound()
+
+    def allowed(self, drafts: list[int]) -> tuple[int, Bits]:
+        bits = np.full((len(drafts) + 1, self._words), 0xFFFFFFFF, dtype=np.uint32)
+        count = 0
+        self._fill(bits[0])
+        for draft in drafts:
+            if not _has(bits[count], draft) or self._matcher.try_consume_tokens([draft]) == 0:
+                break
+            count += 1
+            self._fill(bits[count])
+        self._matcher.rollback(count)
+        self._require_sound()
+        return count, bits
+
+    def _fill(self, row: npt.NDArray[np.uint32]) -> None:
+        row[:] = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._words]
+
+    def _require_sound(self) -> None:
+        if self._matcher.is_error():
+            raise DFlashError(
+                f"the required format cannot be followed any further ({_first_line(self._matcher.get_error())}); "
+                "use a simpler schema."
+            )
+
+
+def _has(row: npt.NDArray[np.uint32], token: int) -> bool:
+    return bool(int(row[token // _WORD]) >> (token % _WORD) & 1)
+
+
+def json_constraint(pair: "ModelPair", schema: dict[str, Any] | None) -> Constraint:
+    """Text that is a JSON value of this schema; of None, any JSON object. UsageError for what llguidance cannot do.
+
+    The first constraint of a pair takes about a second, as its tokenizer is read.
+    """
+    from llguidance import LLMatcher
+
+    tokenizer = _tokenizer_of(pair)
+    options: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+    try:
+        text = json.dumps({"type": "object"} if schema is None else schema)
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=options)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"the JSON schema cannot be used: {_first_line(str(error))}.") from error
+    problem = LLMatcher.validate_grammar(grammar, tokenizer)
+    if problem and not problem.startswith("WARNING"):
+        raise UsageError(f"the JSON schema cannot be used: {_first_line(problem)}; simplify it.")
+    return _GrammarConstraint(tokenizer, grammar)
+
+
+_tokenizers: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
+_tokenizers_lock = threading.Lock()
+
+
+def _tokenizer_of(pair: "ModelPair") -> Any:
+    """llguidance's form of a pair's tokenizer, made once."""
+    from llguidance.hf import from_tokenizer
+
+    with _tokenizers_lock:
+        if pair.tokenizer not in _tokenizers:
+            fast: Any = getattr(pair.tokenizer, "_tokenizer", pair.tokenizer)
+            try:
+                made = from_tokenizer(fast, n_vocab=pair.target.vocab_size, eos_token=sorted(pair.eos_ids))
+            except (ValueError, AttributeError) as error:
+                raise UsageError(
+                    f"structured output needs a fast tokenizer, and this model's is of another kind: {error}."
+                ) from error
+            _tokenizers[pair.tokenizer] = made
+        return _tokenizers[pair.tokenizer]
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].rstrip(".")
