@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import bench, chat, convert, doctor, generate, models, parity, pull, quantize, train
+from dflash_mlx.cli import bench, chat, convert, doctor, generate, models, parity, pull, quantize, serve, train
 from dflash_mlx.cli.output import styled
 from dflash_mlx.errors import DFlashError
 
@@ -72,6 +72,7 @@ def _add(name: str, command: Callable[..., None], epilog: str | None = None) -> 
 _add("generate", generate.generate_command, generate.EXAMPLES)
 _add("chat", chat.chat_command, chat.EXAMPLES)
 _add("bench", bench.bench_command, bench.EXAMPLES)
+_add("serve", serve.serve_command, serve.EXAMPLES)
 app.add_typer(models.models_app, name="models", epilog=models.EXAMPLES)
 _add("pull", pull.pull_command, pull.EXAMPLES)
 _add("quantize", quantize.quantize_command, quantize.EXAMPLES)

@@ -25,7 +25,7 @@ def test_help_is_quick_to_import():
     assert found.stderr.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "bench", "models", "train", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "serve", "models", "train", "doctor"])
 def test_every_command_has_help_with_an_example(run, command):
     code, out, err = run(command, "--help")
     assert (code, err) == (0, "")

@@ -1,0 +1,178 @@
+"""POST /v1/chat/completions: OpenAI's chat protocol."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from dflash_mlx.server.answers import Order
+from dflash_mlx.server.channels import REASONING, initial_state, transitions_of
+from dflash_mlx.server.chat_reply import ChatReply
+from dflash_mlx.server.failures import RequestError
+from dflash_mlx.server.fields import Fields
+from dflash_mlx.server.logprobs import read_top_logprobs
+from dflash_mlx.server.parameters import MAX_TOKENS, answers_wanted, sampling, stop_strings, wants_draft
+from dflash_mlx.server.prompts import chat_messages, encode_chat, prompt_end, template_variables
+from dflash_mlx.server.service import Service
+from dflash_mlx.server.streaming import EventStream, unless_gone
+from dflash_mlx.server.tools import Offer, function_tool, offer
+
+# Sent by common clients; they change nothing here. docs/server.md says so.
+WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "verbosity",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """A checked request, but for its prompt, which needs the tokenizer."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    order: Order
+    wants_json: bool
+    schema: dict[str, Any] | None
+    stream: bool
+    include_usage: bool
+
+
+async def chat_completions(service: Service, request: Request) -> Response:
+    """Answer, streaming or not. Raises what the edge translates."""
+    asked = read_request(service, Fields(await service.read_json(request)))
+    order = await prepare(service, asked)
+    answers = service.submit(order, request)
+    reply = ChatReply(service, answers, model=asked.model, include_usage=asked.include_usage)
+    if asked.stream:
+        return EventStream(reply.events(), on_end=answers.close)
+    return JSONResponse(await unless_gone(request.receive, reply.whole()))
+
+
+def read_request(service: Service, fields: Fields) -> ChatRequest:
+    """Check a body. Raises RequestError for what is wrong or cannot be done."""
+    tokenizer = service.pair.tokenizer
+    model = service.check_model(fields.text("model"))
+    limit = fields.whole("max_completion_tokens", 1, MAX_TOKENS)
+    older = fields.whole("max_tokens", 1, MAX_TOKENS)
+    params = sampling(
+        fields,
+        service.defaults,
+        max_tokens=limit or older or service.defaults.max_tokens,
+        vocab_size=service.vocab_size,
+    )
+    offered = _read_tools(fields, tokenizer)
+    stops = stop_strings(fields, "stop")
+    params = replace(params, stop=stops, top_logprobs=read_top_logprobs(fields))
+    wants_json, schema = read_response_format(fields.object("response_format"))
+    if wants_json and offered.tools:
+        raise RequestError(
+            "response_format and tools cannot be used together: the constraint would forbid calls. Set tool_choice to "
+            "none, or leave response_format out.",
+            param="response_format",
+        )
+    stream, include_usage = read_stream_options(fields)
+    asked = ChatRequest(
+        model=model,
+        messages=chat_messages(fields),
+        variables=template_variables(fields),
+        order=Order(prompts=[], params=params, n=answers_wanted(fields), draft=wants_draft(fields), offer=offered),
+        wants_json=wants_json,
+        schema=schema,
+        stream=stream,
+        include_usage=include_usage,
+    )
+    fields.refuse("modalities", "this server writes text only.", unless=(["text"],))
+    fields.refuse("store", "this server keeps nothing.", unless=(False,))
+    for name in ("audio", "prediction", "web_search_options", "moderation"):
+        fields.refuse(name, "this server writes text only, and searches nothing.")
+    for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
+        fields.refuse(name, f"it is OpenAI's old form; use {instead}.")
+    fields.without_effect(*WITHOUT_EFFECT)
+    fields.done()
+    return asked
+
+
+def read_stream_options(fields: Fields) -> tuple[bool, bool]:
+    """Whether to stream, and whether the stream ends with the token counts."""
+    stream = fields.flag("stream")
+    options = fields.object("stream_options")
+    if options is None:
+        return stream, False
+    if not stream:
+        raise RequestError("stream_options needs stream.", param="stream_options")
+    include_usage = options.flag("include_usage")
+    options.without_effect("include_obfuscation")
+    options.done()
+    return stream, include_usage
+
+
+def _read_tools(fields: Fields, tokenizer: Any) -> Offer:
+    tools = []
+    for tool in fields.objects("tools"):
+        tool.choice("type", ("function",), "function")
+        function = tool.object("function")
+        if function is None:
+            raise tool.wrong("function", "an object")
+        tools.append(function_tool(function))
+        tool.done()
+    choice = fields.any("tool_choice")
+    if isinstance(choice, dict):
+        choice = "of a named function"
+    if choice is not None and not isinstance(choice, str):
+        raise fields.wrong("tool_choice", "auto or none")
+    return offer(tools, choice or "auto", fields.flag("parallel_tool_calls", True), tokenizer)
+
+
+def read_response_format(form: Fields | None, *, nested: bool = True) -> tuple[bool, dict[str, Any] | None]:
+    """Whether the answer has to be JSON, and by which schema. `nested`: the schema stands in its own object."""
+    if form is None:
+        return False, None
+    kind = form.choice("type", ("text", "json_object", "json_schema"), "text")
+    schema = None
+    if kind == "json_schema":
+        holder = form.object("json_schema") if nested else form
+        if holder is None or (schema := holder.mapping("schema")) is None:
+            raise form.wrong("json_schema", "an object with a schema")
+        holder.without_effect("name", "description", "strict")
+        holder.done()
+    form.done()
+    return kind != "text", schema
+
+
+async def prepare(service: Service, asked: ChatRequest, *, continue_last: bool = False) -> Order:
+    """The order with its prompt, markers and constraint. Raises RequestError and UsageError."""
+    pair, order = service.pair, asked.order
+    tools = order.offer.tools
+
+    def encode() -> tuple[list[int], str]:
+        tokens = encode_chat(pair, asked.messages, tools, asked.variables, continue_last=continue_last)
+        return tokens, prompt_end(pair, tokens)
+
+    prompt, ending = await service.tokenizing(encode)
+    state = initial_state(pair.tokenizer, ending)
+    if asked.wants_json and state == REASONING:
+        raise RequestError(
+            "this model reasons before it answers, and the constraint would forbid that. Turn reasoning off with "
+            '"chat_template_kwargs": {"enable_thinking": false}.',
+            param="response_format",
+        )
+    params = order.params
+    if tools and not order.offer.parallel and pair.tokenizer.tool_call_end:
+        # The end of the first call ends the answer, at exactly that token.
+        params = replace(params, stop=(*params.stop, pair.tokenizer.tool_call_end))
+    return replace(
+        order,
+        prompts=[prompt],
+        params=params,
+        state=state,
+        transitions=transitions_of(pair.tokenizer, tools=bool(tools)),
+        constraint=await service.constraint(asked.schema) if asked.wants_json else None,
+    )

@@ -1,0 +1,166 @@
+"""POST /v1/completions: OpenAI's older protocol, which continues a text."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from dflash_mlx.server.answers import Answers, Order, Piece, Said
+from dflash_mlx.server.chat import WITHOUT_EFFECT, read_response_format, read_stream_options
+from dflash_mlx.server.chat_reply import usage
+from dflash_mlx.server.failures import RequestError, failure
+from dflash_mlx.server.fields import Fields
+from dflash_mlx.server.logprobs import completion_logprobs
+from dflash_mlx.server.parameters import MAX_ANSWERS, MAX_TOKENS, answers_wanted, sampling, stop_strings, wants_draft
+from dflash_mlx.server.service import Service
+from dflash_mlx.server.streaming import EventStream, event, unless_gone
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest:
+    """A checked request; prompts are texts or token ids."""
+
+    model: str
+    prompts: list[str | list[int]]
+    order: Order
+    wants_json: bool
+    schema: dict[str, Any] | None
+    stream: bool
+    include_usage: bool
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """Answer, streaming or not. Raises what the edge translates."""
+    asked = read_request(service, Fields(await service.read_json(request)))
+    pair = service.pair
+    prompts = await service.tokenizing(
+        lambda: [pair.encode_prompt(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+    )
+    constraint = await service.constraint(asked.schema) if asked.wants_json else None
+    answers = service.submit(replace(asked.order, prompts=prompts, constraint=constraint), request)
+    reply = _Reply(service, asked, answers)
+    if asked.stream:
+        return EventStream(reply.events(), on_end=answers.close)
+    return JSONResponse(await unless_gone(request.receive, reply.whole()))
+
+
+def read_request(service: Service, fields: Fields) -> CompletionRequest:
+    """Check a body. Raises RequestError for what is wrong or cannot be done."""
+    model = service.check_model(fields.text("model"))
+    max_tokens = fields.whole("max_tokens", 1, MAX_TOKENS) or DEFAULT_MAX_TOKENS
+    params = sampling(fields, service.defaults, max_tokens=max_tokens, vocab_size=service.vocab_size)
+    params = replace(params, stop=stop_strings(fields, "stop"), top_logprobs=fields.whole("logprobs", 0, 20))
+    prompts = _read_prompts(fields, service.vocab_size)
+    n = answers_wanted(fields, len(prompts))
+    wants_json, schema = read_response_format(fields.object("response_format"))
+    stream, include_usage = read_stream_options(fields)
+    asked = CompletionRequest(
+        model=model,
+        prompts=prompts,
+        order=Order(prompts=[], params=params, n=n, draft=wants_draft(fields)),
+        wants_json=wants_json,
+        schema=schema,
+        stream=stream,
+        include_usage=include_usage,
+    )
+    fields.refuse("best_of", "every answer that is made is sent; use n.", unless=(n,))
+    fields.refuse("echo", "put the prompt in front of the answer yourself.", unless=(False,))
+    fields.refuse("suffix", "text is continued at its end only.", unless=("",))
+    fields.without_effect(*WITHOUT_EFFECT)
+    fields.done()
+    return asked
+
+
+def _read_prompts(fields: Fields, vocab_size: int) -> list[str | list[int]]:
+    """A text, texts, token ids, or lists of token ids."""
+    value = fields.any("prompt")
+    expected = "a string, token ids, or a list of these"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise fields.wrong("prompt", expected)
+    prompts = [value] if all(isinstance(item, int) for item in value) else value
+    if len(prompts) > MAX_ANSWERS:
+        raise RequestError(f"prompt should be at most {MAX_ANSWERS} prompts; got {len(prompts)}.", param="prompt")
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            continue
+        if not isinstance(prompt, list) or not prompt:
+            raise fields.wrong("prompt", expected)
+        if not all(type(token) is int and 0 <= token < vocab_size for token in prompt):
+            raise RequestError(f"token ids should be whole numbers from 0 to {vocab_size - 1}.", param="prompt")
+    return prompts
+
+
+class _Reply:
+    """OpenAI's objects for one request."""
+
+    def __init__(self, service: Service, asked: CompletionRequest, answers: Answers) -> None:
+        self.service, self.asked, self.answers = service, asked, answers
+        self.head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": asked.model,
+        }
+        self.with_logprobs = asked.order.params.top_logprobs is not None
+        self.offsets = [0] * len(answers.all)
+
+    async def whole(self) -> dict[str, Any]:
+        texts = [""] * len(self.answers.all)
+        logprobs: list[dict[str, list[Any]]] = [
+            {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")} for _ in texts
+        ]
+        finishes: list[str | None] = [None] * len(texts)
+        async for piece in self.answers.pieces():
+            texts[piece.index] += _text(piece)
+            for name, values in (self._logprobs(piece) or {}).items():
+                logprobs[piece.index][name] += values
+            finishes[piece.index] = piece.finish
+        self.service.observe(self.answers)
+        choices = [
+            {"index": i, "text": text, "logprobs": logprobs[i] if self.with_logprobs else None, "finish_reason": finish}
+            for i, (text, finish) in enumerate(zip(texts, finishes, strict=True))
+        ]
+        return {**self.head, "choices": choices, "usage": usage(self.answers), "dflash": self.answers.statistics()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async for piece in self.answers.pieces():
+                logprobs = self._logprobs(piece)
+                text = _text(piece)
+                if not text and logprobs is None and piece.finish is None:
+                    continue
+                choice = {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
+                chunk: dict[str, Any] = {**self.head, "choices": [choice]}
+                if self.asked.include_usage:
+                    chunk["usage"] = None
+                elif piece.finish is not None and self.answers.finished:
+                    chunk["dflash"] = self.answers.statistics()
+                yield event(chunk)
+            self.service.observe(self.answers)
+            if self.asked.include_usage:
+                totals = {"usage": usage(self.answers), "dflash": self.answers.statistics()}
+                yield event({**self.head, "choices": [], **totals})
+        except Exception as error:
+            self.service.report(error)
+            yield event(failure(error).openai())
+            return
+        yield event("[DONE]")
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if not piece.logprobs:
+            return None
+        found = completion_logprobs(piece.logprobs, self.service.vocabulary, self.offsets[piece.index])
+        self.offsets[piece.index] = found["text_offset"][-1] + len(found["tokens"][-1])
+        return found
+
+
+def _text(piece: Piece) -> str:
+    return "".join(said.text for said in piece.said if isinstance(said, Said))

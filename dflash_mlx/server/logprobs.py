@@ -1,0 +1,53 @@
+"""Log-probabilities in OpenAI's two shapes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_mlx.decoding.logprobs import TokenLogprob
+from dflash_mlx.server.failures import RequestError
+from dflash_mlx.server.fields import Fields
+from dflash_mlx.server.vocabulary import Vocabulary
+
+# What stands for a probability of 0, which JSON has no logarithm for.
+LOWEST = -9999.0
+
+
+def read_top_logprobs(fields: Fields) -> int | None:
+    """Chat's `logprobs` and `top_logprobs`: how many alternatives, or None for no log-probabilities."""
+    top = fields.whole("top_logprobs", 0, 20)
+    if not fields.flag("logprobs"):
+        if top:
+            raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
+        return None
+    return top or 0
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], vocabulary: Vocabulary) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        data = vocabulary.bytes_of(token)
+        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+    content = [
+        {**entry(e.token_id, e.logprob), "top_logprobs": [entry(token, logprob) for token, logprob in e.top]}
+        for e in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(entries: Sequence[TokenLogprob], vocabulary: Vocabulary, offset: int) -> dict[str, Any]:
+    """The `logprobs` object of a completion; `offset` is the number of characters before the first token."""
+    found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for e in entries:
+        text = vocabulary.text_of(e.token_id)
+        found["tokens"].append(text)
+        found["token_logprobs"].append(_finite(e.logprob))
+        found["top_logprobs"].append({vocabulary.text_of(token): _finite(logprob) for token, logprob in e.top} or None)
+        found["text_offset"].append(offset)
+        offset += len(text)
+    return found
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

@@ -1,0 +1,111 @@
+"""The sampling parameters that the protocols share, with OpenAI's ranges."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dflash_mlx.sampling import SamplingParams
+from dflash_mlx.server.failures import RequestError
+from dflash_mlx.server.fields import Fields
+
+MAX_TOKENS = 10_000_000
+MAX_STOPS = 16
+MAX_ANSWERS = 16  # n, times the number of prompts
+
+# Below these, the choice is the likeliest token, as at temperature 0: a temperature cannot be told from 0 in float32,
+# and no vocabulary is so large that the likeliest token has less than this share.
+_GREEDY_TEMPERATURE = 1e-3
+_GREEDY_TOP_P = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What holds where a request says nothing."""
+
+    max_tokens: int = 8192
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+def sampling(
+    fields: Fields, defaults: Defaults, *, max_tokens: int, vocab_size: int, top_temperature: float = 2.0
+) -> SamplingParams:
+    """Read what chooses tokens; stop strings and logprobs are the protocols' own. Raises RequestError."""
+    temperature = fields.number("temperature", 0, top_temperature, defaults.temperature)
+    top_p = fields.number("top_p", 0, 1, defaults.top_p)
+    if temperature < _GREEDY_TEMPERATURE or top_p < _GREEDY_TOP_P:
+        temperature, top_p = 0.0, 1.0
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=_or(fields.whole("top_k", 0, 2**31), defaults.top_k),
+        min_p=fields.number("min_p", 0, 1, defaults.min_p),
+        seed=_seed(fields),
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 100, 1.0),
+        presence_penalty=fields.number("presence_penalty", -2, 2, 0.0),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2, 0.0),
+        logit_bias=_logit_bias(fields, vocab_size),
+    )
+
+
+def stop_strings(fields: Fields, name: str) -> tuple[str, ...]:
+    """A string or a list of them."""
+    value = fields.any(name)
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise fields.wrong(name, f"a string that is not empty, or a list of at most {MAX_STOPS} of them")
+    return tuple(dict.fromkeys(stops))
+
+
+def answers_wanted(fields: Fields, prompts: int = 1) -> int:
+    """`n`. Raises RequestError when it asks for too many answers."""
+    n = _or(fields.whole("n", 1, MAX_ANSWERS), 1)
+    if n * prompts > MAX_ANSWERS:
+        raise RequestError(
+            f"a request may ask for {MAX_ANSWERS} answers; this one asks for {n} to each of {prompts} prompts.",
+            param="n",
+        )
+    return n
+
+
+def wants_draft(fields: Fields) -> bool:
+    """The extension {"dflash": {"draft": false}}: decode this request plainly."""
+    extension = fields.object("dflash")
+    if extension is None:
+        return True
+    wanted = extension.flag("draft", True)
+    extension.done()
+    return wanted
+
+
+def seeded(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters for answer `index` of a request: with a seed, each answer has its own."""
+    return params if params.seed is None else replace(params, seed=(params.seed + index) % 2**32)
+
+
+def _seed(fields: Fields) -> int | None:
+    seed = fields.whole("seed", -(2**63), 2**64 - 1)
+    return None if seed is None else seed % 2**32
+
+
+def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in (fields.mapping("logit_bias") or {}).items():
+        token = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"logit_bias should have token ids from 0 to {vocab_size - 1} as keys; got {key[:40]!r}.",
+                param="logit_bias",
+            )
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -100 <= value <= 100:
+            raise RequestError(f"logit_bias of {token} should be a number from -100 to 100.", param="logit_bias")
+        bias[token] = float(value)
+    return bias
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
