@@ -108,11 +108,18 @@ def convert_drafter(source: Path, folder: Path, scheme: Scheme) -> None:
     """A drafter's tensors under the same names, one by one, so that every layout of a drafter stays what it is."""
     import mlx.core as mx
 
+    from dflash_mlx.drafters.checkpoint import MASK_FILE
+    from dflash_mlx.drafters.config import parse_draft_config
+    from dflash_mlx.drafters.torch_file import read_mask_embedding
+
     config = read_json(source / "config.json")
     arrays: dict[str, mx.array] = {}
     for path in sorted(source.glob("*.safetensors")):
         loaded: Any = mx.load(str(path))
         arrays |= _expanded(loaded, _quantization(config))
+    if (source / MASK_FILE).exists() and not any(name.startswith("mask_embedding") for name in arrays):
+        # In the new folder the mask's own embedding lies with the other tensors.
+        arrays["mask_embedding"] = read_mask_embedding(source / MASK_FILE, parse_draft_config(config).mask_token_id)
     for name in list(arrays):
         values = arrays[name]
         if not mx.issubdtype(values.dtype, mx.floating):

@@ -1,6 +1,7 @@
 """Other precisions of targets and drafters: the numbers against MLX's own, the files against the loaders."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from tiny import tiny_drafter, tiny_target
 
-from dflash_mlx.drafters.dflash import load_drafter
+from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub import quantize
 from dflash_mlx.hub.folder import check_folder
@@ -130,6 +131,18 @@ def test_a_drafter_comes_back_and_its_vocabulary_map_stays_whole(drafter: Path, 
     assert found.keys() == {*arrays, "d2t"}
     name = "layers.0.mlp.up_proj.weight"
     assert float(mx.abs(found[name].astype(mx.float32) - arrays[name]).max()) < 0.02
+
+
+def test_a_mask_row_in_a_file_of_its_own_is_kept(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(drafter, source)
+    (source / "mask_embedding.pt").write_bytes(b"a torch file")
+    row = mx.arange(64).astype(mx.bfloat16)
+    monkeypatch.setattr("dflash_mlx.drafters.torch_file.read_mask_embedding", lambda path, token: row)
+    found: Any = mx.load(str(converted(source, tmp_path / "out", bits=8) / "model.safetensors"))
+    assert mx.array_equal(found["mask_embedding"], row)
 
 
 def test_bits_a_weight(target: Path, drafter: Path, tmp_path: Path) -> None:
