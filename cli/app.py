@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import bench, chat, doctor, generate, models, serve, train
+from dflash_mlx.cli import bench, chat, convert, doctor, generate, models, serve, train
 from dflash_mlx.cli.output import styled
 from dflash_mlx.errors import DFlashError
 
@@ -75,6 +75,7 @@ _add("bench", bench.bench_command, bench.EXAMPLES)
 _add("serve", serve.serve_command, serve.EXAMPLES)
 app.add_typer(models.models_app, name="models", epilog=models.EXAMPLES)
 _add("train", train.train_command, train.EXAMPLES)
+_add("convert", convert.convert_command, convert.EXAMPLES)
 _add("doctor", doctor.doctor_command, doctor.EXAMPLES)
 
 

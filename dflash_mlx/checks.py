@@ -90,18 +90,16 @@ def _check_blocks(
 ) -> list[str]:
     """A block gives what token by token gives, a trimmed cache forgets, and drafts are finite."""
     session = Session(target, drafter)
-    rollback = session.rollback
-    assert rollback is not None
     _, features = session.forward(prompt)
+    session.keep(prompt.shape[1], fed=prompt.shape[1])
     session.absorb_pending(features)
-    rollback.begin(session.target_cache)
-    together, _ = session.forward(block)
+    together, _ = session.forward(block, revocable=True)
     mx.eval(together)
-    rollback.commit(session.target_cache, fed=_BLOCK, keep=1)
+    session.keep(1, fed=_BLOCK)
     alone = [together[:, :1]]
     for i in range(1, _BLOCK):
-        rollback.begin(session.target_cache)
         logits, _ = session.forward(block[:, i : i + 1])
+        session.keep(1, fed=1)
         mx.eval(logits)
         alone.append(logits)
     stepwise = mx.concatenate(alone, axis=1)

@@ -16,9 +16,11 @@ from dflash_mlx.decoding.forwards import Forwards
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import AcceptanceEstimate, FixedWidth, RoundCosts, WidthPolicy, choose_policy
 from dflash_mlx.drafters.checkpoint import load_drafter
+from dflash_mlx.drafters.config import parse_draft_config
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.download import ensure_model
+from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.registry import ModelSource, find_pair, find_pair_for_target, parse_source
 from dflash_mlx.targets.target import Target, load_target
 
@@ -120,6 +122,10 @@ def load_pair(
     label, target_source, drafter_source = _resolve(name, model, draft_model, draft)
     target_folder = ensure_model(target_source, report=report)
     drafter_folder = ensure_model(drafter_source, report=report) if drafter_source else None
+
+    if drafter_folder is not None:
+        # A drafter that cannot be used is refused before the target, which may take minutes to load.
+        parse_draft_config(read_json(drafter_folder / "config.json"))
 
     report("loading the target", None)
     target, activations = load_target(target_folder, dtype=dtype)

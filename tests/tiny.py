@@ -89,10 +89,18 @@ class ScriptedDrafter(DFlashDrafter):
         return mx.stack(rows)
 
 
-def plain_tokens(target: Target, prompt: list[int], max_tokens: int, eos_ids: set[int] | None = None) -> list[int]:
+def plain_tokens(
+    target: Target,
+    prompt: list[int],
+    max_tokens: int,
+    eos_ids: set[int] | None = None,
+    *,
+    prefill_step_size: int = 2048,
+) -> list[int]:
     """The truth: mlx-lm's own greedy decoding, cut at the first end-of-sequence token."""
     tokens: list[int] = []
-    for token, _ in generate_step(mx.array(prompt), target.model, max_tokens=max_tokens):
+    steps = generate_step(mx.array(prompt), target.model, max_tokens=max_tokens, prefill_step_size=prefill_step_size)
+    for token, _ in steps:
         tokens.append(int(token))
         if token in (eos_ids or set()):
             break

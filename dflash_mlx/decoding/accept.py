@@ -30,11 +30,11 @@ class DraftVocabulary:
     token_ids: mx.array
     size: int
 
-    def widen(self, logits: mx.array) -> mx.array:
-        """(W, n) -> (W, size), float32, with -inf for the tokens that are never drafted."""
-        full = mx.full((logits.shape[0], self.size), -mx.inf, dtype=mx.float32)
-        columns = mx.broadcast_to(self.token_ids, logits.shape)
-        return mx.put_along_axis(full, columns, logits.astype(mx.float32), axis=-1)
+    def widen(self, values: mx.array, *, elsewhere: float) -> mx.array:
+        """(W, n) -> (W, size), float32, with the value `elsewhere` for the tokens that are never drafted."""
+        full = mx.full((values.shape[0], self.size), elsewhere, dtype=mx.float32)
+        columns = mx.broadcast_to(self.token_ids, values.shape)
+        return mx.put_along_axis(full, columns, values.astype(mx.float32), axis=-1)
 
 
 @dataclass
@@ -149,15 +149,15 @@ class Coupled:
     def propose(
         self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
     ) -> Proposal:
-        wide = logits if vocabulary is None else vocabulary.widen(logits)
+        scores = sampling_scores(logits, self.params)
+        wide = scores if vocabulary is None else vocabulary.widen(scores, elsewhere=-mx.inf)
         return Proposal(self._draw(wide, position), logits)
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
-        return match(proposal, self._draw(logits, position))
+        return match(proposal, self._draw(sampling_scores(logits, self.params), position))
 
-    def _draw(self, logits: mx.array, position: int | mx.array) -> mx.array:
+    def _draw(self, scores: mx.array, position: int | mx.array) -> mx.array:
         """One token a row, (L, V) -> (L,), with noise keyed by the row's position."""
-        scores = sampling_scores(logits, self.params)
         positions = mx.arange(scores.shape[0], dtype=mx.uint32) + mx.array(position, dtype=mx.uint32)
         keys = mx.stack([mx.full(positions.shape, self.seed, dtype=mx.uint32), positions], axis=1)
         noise = mx.stack([mx.random.gumbel(scores.shape[1:], key=key) for key in keys])
@@ -173,9 +173,11 @@ class Rejection:
     def propose(
         self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
     ) -> Proposal:
-        scores = sampling_scores(logits if vocabulary is None else vocabulary.widen(logits), self.params)
-        tokens = mx.random.categorical(scores, key=self._next_key())
-        return Proposal(tokens, logits, mx.softmax(scores, axis=-1))
+        scores = sampling_scores(logits, self.params)
+        tokens, probs = mx.random.categorical(scores, key=self._next_key()), mx.softmax(scores, axis=-1)
+        if vocabulary is None:
+            return Proposal(tokens, logits, probs)
+        return Proposal(vocabulary.token_ids[tokens], logits, vocabulary.widen(probs, elsewhere=0.0))
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
         scores = sampling_scores(logits, self.params)

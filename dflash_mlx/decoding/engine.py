@@ -180,6 +180,7 @@ def prefill_chunks(session: Session, tokens: list[int]) -> Iterator[tuple[int, i
         if features is not None:
             session.absorb_pending(features)
         mx.eval([c.state for c in [*session.target_cache, *session.draft_cache]])
+        session.keep(len(chunk), fed=len(chunk))
         session.in_flight = 0
         session.tokens += chunk
         mx.clear_cache()
@@ -217,9 +218,7 @@ def verify(
     width = proposal.width if proposal else 0
     base = session.next_position
     fed = mx.concatenate([anchor.astype(mx.uint32), proposal.tokens.astype(mx.uint32)]) if proposal else anchor
-    if session.rollback is not None:
-        session.rollback.begin(session.target_cache)
-    logits, features = session.forward(fed[None])
+    logits, features = session.forward(fed[None], revocable=width > 0)
     session.in_flight += width + 1
     rows = logits[0]
     if processors and history is not None:
@@ -251,9 +250,7 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
     """Keep `kept` (the anchor and accepted drafts) of what the round fed; the rest leaves both caches."""
     keep = len(kept)
     session.in_flight -= finished.fed
-    queued_ahead = session.device is not None
-    if session.rollback is not None and keep < finished.fed and not queued_ahead:
-        session.rollback.commit(session.target_cache, fed=finished.fed, keep=keep)
+    session.keep(keep, fed=finished.fed)
     session.tokens += kept
     if session.drafter is None or finished.features is None:
         return
@@ -262,7 +259,7 @@ def commit(session: Session, finished: Round, kept: list[int]) -> None:
         if len(session.pending) >= _MAX_PENDING:
             session.absorb_pending()
         return
-    if not queued_ahead:
+    if session.device is None:
         session.trim_drafts(len(session.tokens))
 
 

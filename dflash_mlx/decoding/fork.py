@@ -9,6 +9,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.targets.device_cache import DeviceKVCache
+from dflash_mlx.targets.trimming import can_trim, is_trimmed, leaves
 
 _SLICED = (KVCache, QuantizedKVCache)
 
@@ -16,6 +17,12 @@ _SLICED = (KVCache, QuantizedKVCache)
 def can_cut(session: Session) -> bool:
     """Whether any beginning of the session can be had: its caches keep every position apart (full attention)."""
     return all(type(layer_cache) in _SLICED for layer_cache in [*session.target_cache, *session.draft_cache])
+
+
+def can_rewind(session: Session, length: int) -> bool:
+    """Whether `session.rewind(length)` would keep the first `length` tokens, and not forget everything."""
+    count = len(session.tokens) - length
+    return count == 0 or all(is_trimmed(leaf) and can_trim(leaf, count) for leaf in leaves(session.target_cache))
 
 
 def fork(session: Session, length: int) -> Session:

@@ -1,5 +1,7 @@
 """The state of one conversation: what the target's and the drafter's caches hold."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +46,7 @@ class Session:
     turn: int = 0
     target_cache: list[Any] = field(init=False)
     draft_cache: list[KVCache] = field(init=False)
-    rollback: Rollback | None = field(init=False)
+    rollback: Rollback = field(init=False)
     vocabulary: DraftVocabulary | None = field(init=False)
     forwards: Forwards | None = None
     device: tuple[DeviceCaches, DeviceCaches] | None = field(init=False, default=None)
@@ -59,7 +61,7 @@ class Session:
         self.tokens, self.pending, self.in_flight, self.device = [], [], 0, None
         self.target_cache = self.target.make_cache()
         self.draft_cache = self.drafter.make_cache() if self.drafter else []
-        self.rollback = choose_rollback(self.target_cache) if self.drafter else None
+        self.rollback = choose_rollback(self.target_cache, self.target)
         ids = self.drafter.config.draft_token_ids if self.drafter else ()
         self.vocabulary = DraftVocabulary(mx.array(ids), self.target.vocab_size) if ids else None
 
@@ -68,16 +70,39 @@ class Session:
         assert self.forwards is not None
         return self.forwards.draft_logits(hidden)
 
-    def forward(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
-        """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D)."""
+    def forward(self, tokens: mx.array, *, revocable: bool = False) -> tuple[mx.array, mx.array | None]:
+        """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D).
+
+        Each forward is to be followed by `keep`, which may keep only some of the tokens if `revocable`.
+        """
         if self.device is not None:
             assert self.forwards is not None
-            for caches in self.device:
-                caches.reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
-            return self.forwards.verify(tokens, self.device[0])
-        if self.drafter is None:
-            return self.target.forward(tokens, self.target_cache), None
-        return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
+            self.device[0].reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
+            with self._whole_or_reset():
+                return self.forwards.verify(tokens, self.device[0])
+        with self._whole_or_reset(), self.rollback.feeding(self.target_cache, tokens, revocable=revocable):
+            if self.drafter is None:
+                return self.target.forward(tokens, self.target_cache), None
+            return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
+
+    def keep(self, kept: int, *, fed: int) -> None:
+        """Leave the first `kept` of the `fed` tokens of the oldest forward in the target's cache.
+
+        While the lengths are on the device, they alone say what is left.
+        """
+        if self.device is not None:
+            return
+        with self._whole_or_reset():
+            self.rollback.commit(self.target_cache, fed=fed, keep=kept)
+
+    @contextmanager
+    def _whole_or_reset(self) -> Iterator[None]:
+        """Forget everything if a change to the target's caches fails in some layer, after others have made it."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     def draft(self, features: mx.array | None, block: mx.array, *, end: int | mx.array) -> Draft:
         """One forward of the drafter, for the anchor and masks of `block`, (W + 1,).
@@ -90,6 +115,7 @@ class Session:
             assert self.forwards is not None
             assert features is not None
             assert not self.pending
+            self.device[1].reserve(len(self.tokens) + self.in_flight + block.shape[0])
             return Draft(*self.forwards.draft(features, block, mx.array(end), self.device[1]))
         self.absorb_pending(features)
         embedded = self.drafter.embed_block(block[None], self.target.embed)
@@ -152,7 +178,7 @@ class Session:
         self.to_host()
         if self.in_flight:
             fed, self.in_flight = self.in_flight, 0
-            if not self._drop_from_target(fed):
+            if not self.rollback.trim(self.target_cache, fed):
                 self.reset()
         self.trim_drafts(len(self.tokens))
 
@@ -163,20 +189,11 @@ class Session:
         if count <= 0:
             return
         self.absorb_pending()
-        if not self._drop_from_target(count):
+        if not self.rollback.trim(self.target_cache, count):
             self.reset()
             return
         del self.tokens[length:]
         self.trim_drafts(length)
-
-    def _drop_from_target(self, count: int) -> bool:
-        if self.rollback is not None:
-            return self.rollback.trim(self.target_cache, count)
-        if not all(c.is_trimmable() for c in self.target_cache):
-            return False
-        for layer_cache in self.target_cache:
-            layer_cache.trim(count)
-        return True
 
     def trim_drafts(self, length: int) -> None:
         """Keep at most the first `length` positions in the drafter's cache."""

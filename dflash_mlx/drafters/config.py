@@ -16,7 +16,7 @@ _DEFAULT_BLOCK = 16  # where a checkpoint does not say, as in the official loade
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # A rope with three position axes; a drafter's text has one, and then it is the plain rope.
 _PLAIN_ROPES = ("default", "mrope")
-_DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DraftConfig:
     """The shape of a DFlash drafter and how it is tied to its target.
 
     `target_layer_ids` are 0-based decoder layers of the target whose *outputs* are the drafter's features.
-    `layer_types` and `is_causal` decide what a query of the block may see (see `dflash.attention_mask`).
+    `layer_types` and `is_causal` decide what a query of the block may see (see `sight.look`).
     `draft_token_ids`, when not empty, are the only tokens that are drafted: most text needs few of a large vocabulary,
     and the vocabulary head is a large part of a draft's cost. The drafter borrows the target's embedding and head;
     `own_mask_embedding` and `own_head` say that its checkpoint brings a row for the mask token, or a head for the
@@ -237,7 +237,7 @@ def _check(config: DraftConfig, raw: dict[str, Any]) -> None:
 def _dflash2_problems(config: DraftConfig, raw: dict[str, Any]) -> list[str]:
     """DFlash 2 needs all of its fields, and DFlash has none of them."""
     said = "DFlash2DraftModel" in (raw.get("architectures") or ())
-    values = {name: getattr(config, name) for name in _DFLASH2_FIELDS}
+    values = {name: getattr(config, name) for name in DFLASH2_FIELDS}
     if not said and not any(values.values()):
         return []
     problems = [f"a DFlash 2 drafter needs {name}" for name, value in values.items() if value < 1]

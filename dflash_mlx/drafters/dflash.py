@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.rope import make_rope
+from dflash_mlx.drafters.sight import Sight, look, look_in_place
 from dflash_mlx.targets.device_cache import DeviceKVCache
 
 DraftCache = KVCache | DeviceKVCache
@@ -43,22 +44,19 @@ class DraftAttention(nn.Module):
         return rope(keys, offset=position), values
 
     def __call__(
-        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
+        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, sight: Sight
     ) -> mx.array:
-        """x: (1, B, D). The mask's columns are the newest cached positions, all or some, and then the block's; with a
-        device cache, all its rows, since the block is written into it behind the context for as long as it is drafted.
-        """
+        """x: (1, B, D). Into a device cache the block is written behind the context, for as long as it is drafted."""
         batch, length, _ = x.shape
         queries = self.q_norm(self.q_proj(x).reshape(batch, length, self.num_heads, -1)).transpose(0, 2, 1, 3)
         queries = rope(queries, offset=position)
         keys, values = self.keys_and_values(x, rope, position)
         if isinstance(cache, DeviceKVCache):
-            keys, values = cache.write(keys, values, at=mx.array(position))
+            keys, values = (sight.read(rows) for rows in cache.write(keys, values, at=mx.array(position)))
         elif cache.keys is not None and cache.values is not None:
-            first = 0 if mask is None else cache.offset + length - mask.shape[-1]
-            keys = mx.concatenate([cache.keys[..., first : cache.offset, :], keys], axis=2)
-            values = mx.concatenate([cache.values[..., first : cache.offset, :], values], axis=2)
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
+            keys = mx.concatenate([sight.read(cache.keys[..., : cache.offset, :]), keys], axis=2)
+            values = mx.concatenate([sight.read(cache.values[..., : cache.offset, :]), values], axis=2)
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=sight.mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
 
@@ -82,9 +80,9 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(
-        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
+        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, sight: Sight
     ) -> mx.array:
-        h = x + self.self_attn(self.input_layernorm(x), cache, rope, position, mask)
+        h = x + self.self_attn(self.input_layernorm(x), cache, rope, position, sight)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -147,35 +145,32 @@ class DFlashDrafter(nn.Module):
         """Hidden states of a block, ready for the target's vocabulary head.
 
         block: (1, B, D) embeddings of the anchor and B - 1 mask tokens. `context_length` is the number of
-        cached positions that are valid, and so the anchor's position: None means all of them. Given as an
-        array it may still be unknown to the host; then all but the block's size of them are valid at least.
-        Returns (1, B, D); row i predicts the token i places after the anchor, row 0 is unused.
+        cached positions that are valid, and so the anchor's position: None means all of them (not with device
+        caches). Given as an array it may still be unknown to the host. Returns (1, B, D); row i predicts the token
+        i places after the anchor, row 0 is unused.
         """
+        config = self.config
         position = cache[0].offset if context_length is None else context_length
-        masks = self._masks(block.shape[1], cache[0], context_length)
+        sights = self._sights(block.shape[1], cache[0], context_length)
         h = block.astype(self.dtype)
-        if self.config.input_embedding_scale != 1.0:
-            h = h * self.config.input_embedding_scale
+        if config.input_embedding_scale != 1.0:
+            h = h * config.input_embedding_scale
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
-            h = layer(h, layer_cache, self.rope_of(i), position, masks[self.config.layer_types[i]])
+            h = layer(h, layer_cache, self.rope_of(i), position, sights[config.layer_types[i]])
         return self.norm(h).astype(block.dtype)
 
-    def _masks(self, block: int, cache: DraftCache, valid: int | mx.array | None) -> dict[str, mx.array | None]:
-        """What a block's rows see, by layer type. Sliding layers do not even read what is out of every row's sight."""
-        masks: dict[str, mx.array | None] = {}
-        for i, kind in enumerate(self.config.layer_types):
-            if kind in masks:
-                continue
+    def _sights(self, block: int, cache: DraftCache, valid: int | mx.array | None) -> dict[str, Sight]:
+        """What a block's rows see, by layer type."""
+        sights = {}
+        for kind, i in {kind: i for i, kind in enumerate(self.config.layer_types)}.items():
             window = self.config.sliding_window if self.config.layer_is_sliding(i) else None
             causal = self.config.layer_is_causal(i)
             if isinstance(cache, DeviceKVCache):
                 assert valid is not None
-                masks[kind] = written_mask(block, cache.keys.shape[2], valid, causal=causal, window=window)
+                sights[kind] = look_in_place(block, cache.keys.shape[2], valid, causal=causal, window=window)
             else:
-                held = cache.offset
-                first = 0 if window is None else max(0, held - self.config.block_size - window)
-                masks[kind] = attention_mask(block, held, valid, causal=causal, window=window, first=first)
-        return masks
+                sights[kind] = look(block, cache.offset, valid, causal=causal, window=window)
+        return sights
 
     def adjust_logits(self, logits: mx.array) -> mx.array:
         """Apply the checkpoint's output multiplier and soft cap to the target head's logits (any shape)."""
@@ -183,37 +178,3 @@ class DFlashDrafter(nn.Module):
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return mx.tanh(logits / cap) * cap if cap else logits
-
-
-def attention_mask(
-    block: int, held: int, valid: int | mx.array | None, *, causal: bool, window: int | None, first: int = 0
-) -> mx.array | None:
-    """Which of the cached positions `first` to `held` and of `block` block rows each block row may see.
-
-    Boolean (block, held - first + block), or None where everything is visible. A row sees cached positions below
-    `valid` (all of them when None); with a window only those less than `window` before it. Inside the block a
-    row sees all rows, or those up to itself when `causal`.
-    """
-    if valid is None and not causal and window is None:
-        return None
-    if valid is None:
-        valid = held
-    rows = mx.arange(block)[:, None]
-    columns = mx.arange(first, held + block)[None]
-    in_block = columns - held
-    context = (columns < held) & (columns < valid)
-    inside = in_block >= 0
-    if causal:
-        inside = inside & (in_block <= rows)
-    if window is not None:
-        context = context & (valid + rows - columns < window)
-        inside = inside & (mx.abs(in_block - rows) < window)
-    return context | inside
-
-
-def written_mask(block: int, rows: int, valid: int | mx.array, *, causal: bool, window: int | None) -> mx.array:
-    """`attention_mask` for a block that is written into the cache behind its `valid` positions: (block, rows) bool."""
-    columns = mx.arange(rows)[None]
-    own = valid + mx.arange(block)[:, None]
-    seen = columns <= own if causal else mx.broadcast_to(columns < valid + block, (block, rows))
-    return seen if window is None else seen & (mx.abs(own - columns) < window)

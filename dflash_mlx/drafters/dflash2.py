@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter, DraftCache, DraftLayer
+from dflash_mlx.drafters.sight import Sight
 
 
 class LocalConv(nn.Module):
@@ -49,11 +50,11 @@ class DraftLayer2(DraftLayer):
         self.mlp_conv = LocalConv(config)
 
     def __call__(
-        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, mask: mx.array | None
+        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, sight: Sight
     ) -> mx.array:
         normed = self.input_layernorm(x)
         before, behind = self.attention_conv.kernels(normed)
-        attended = self.self_attn(self.attention_conv(normed, before), cache, rope, position, mask)
+        attended = self.self_attn(self.attention_conv(normed, before), cache, rope, position, sight)
         h = x + self.attention_conv(attended, behind)
         normed = self.post_attention_layernorm(h)
         before, behind = self.mlp_conv.kernels(normed)
@@ -72,7 +73,7 @@ class PathSelector(nn.Module):
 
     def candidates(self, logits: mx.array) -> mx.array:
         """The columns of the top_k best logits, (W, n) -> (W, top_k), in no order."""
-        return mx.argpartition(logits, -self.top_k, axis=-1)[:, -self.top_k :]
+        return best_columns(logits, self.top_k)
 
     def links(self, hidden: mx.array, candidates: mx.array) -> mx.array:
         """What a predecessor's code is multiplied by to score its successors: (W, top_k, rank), float32.
@@ -89,6 +90,23 @@ class PathSelector(nn.Module):
         """
         code = self.predecessor_codebook(previous)[0].astype(mx.float32)
         return unary.astype(mx.float32) + (links * code).sum(axis=-1)
+
+
+def best_columns(logits: mx.array, count: int, *, chunk: int = 256) -> mx.array:
+    """The columns of the `count` largest values of each row of finite ones, (W, n) -> (W, count), in no order.
+
+    MLX's argpartition sorts whole rows on a GPU, and takes 80 ms for 7 rows of 250,000 on a CPU. The largest values lie
+    in the chunks with the largest maxima, so only those are looked through: 8 ms.
+    """
+    rows, width = logits.shape
+    if width > 2 * count * chunk:
+        padded = mx.pad(logits, [(0, 0), (0, -width % chunk)], constant_values=mx.array(-mx.inf, dtype=logits.dtype))
+        chunks = padded.reshape(rows, -1, chunk)
+        best = best_columns(chunks.max(axis=-1), count)
+        few = mx.take_along_axis(chunks, best[..., None], axis=1).reshape(rows, -1)
+        found = best_columns(few, count)
+        return mx.take_along_axis(best, found // chunk, axis=1) * chunk + found % chunk
+    return mx.argpartition(logits, -count, axis=-1)[:, -count:]
 
 
 class DFlash2Drafter(DFlashDrafter):

@@ -4,6 +4,7 @@ Some drafters keep their row for the mask token in `mask_embedding.pt`: a zip ar
 tensor, and its bytes. The unpickler here knows the names that a description needs and refuses all others.
 """
 
+import math
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -18,6 +19,17 @@ from dflash_mlx.errors import CheckpointError
 
 _TYPES = {"BFloat16Storage": mx.bfloat16, "HalfStorage": mx.float16, "FloatStorage": mx.float32}
 _MOST_BYTES = 16_000_000  # a row of an embedding has some ten thousand
+# What a file that is damaged, or not what it should be, may raise.
+_BROKEN = (
+    OSError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    EOFError,
+    zipfile.BadZipFile,
+    pickle.PickleError,
+)
 
 
 @dataclass
@@ -67,11 +79,10 @@ def read_mask_embedding(path: Path, mask_token_id: int) -> mx.array:
                     raise ValueError(f"it is for the mask token {said}, config.json says {mask_token_id}")
                 [found] = [value for value in found.values() if isinstance(value, _Tensor)]
             raw = archive.read(f"{description.removesuffix('data.pkl')}data/{found.storage.key}")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, zipfile.BadZipFile, pickle.PickleError) as error:
+        values = mx.array(np.frombuffer(raw, dtype=np.uint8)).view(found.storage.dtype)
+        return values[found.offset : found.offset + math.prod(found.shape)].reshape(found.shape)
+    except _BROKEN as error:
         raise CheckpointError(
             f"cannot read the drafter's mask embedding in {path}: {error}. Expected a tensor saved by torch.save; "
             "fetch the file again, or put the row into the drafter's safetensors file as mask_embedding."
         ) from error
-    dtype, size = found.storage.dtype, int(np.prod(found.shape))
-    values = mx.array(np.frombuffer(raw, dtype=np.uint8)).view(dtype)
-    return values[found.offset : found.offset + size].reshape(found.shape)

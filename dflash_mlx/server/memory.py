@@ -110,7 +110,9 @@ def session_size(caches: list[Any]) -> SessionSize:
             fixed += size
         else:
             positions = (keys if isinstance(keys, mx.array) else keys[0]).shape[-2]
-            growing.append((size // positions, getattr(cache, "max_size", None)))
+            window = getattr(cache, "max_size", None)
+            # A window holds the newest chunk besides.
+            growing.append((size // positions, window + PREFILL_STEP if window else None))
     return SessionSize(fixed, tuple(growing))
 
 

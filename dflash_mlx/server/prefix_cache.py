@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dflash_mlx.decoding.fork import can_cut, fork, session_bytes
+from dflash_mlx.decoding.fork import can_cut, can_rewind, fork, session_bytes
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.server.status import CacheStatus
 
@@ -24,7 +24,7 @@ class _Entry:
     def usable(self, prompt: list[int]) -> int:
         """How many tokens of the prompt this entry saves. The last one is always fed: its logits are needed."""
         shared = min(common_prefix(self.session.tokens, prompt), len(prompt) - 1)
-        return shared if can_cut(self.session) or shared == len(self.session.tokens) else 0
+        return shared if can_rewind(self.session, shared) else 0
 
 
 class PrefixCache:
@@ -68,7 +68,7 @@ class PrefixCache:
         needed = saved < len(entry.session.tokens) or not can_cut(entry.session)
         if needed and self._has_room_for(entry, saved):
             self._touch(entry)
-            return fork(entry.session, saved)
+            return fork(entry.session, saved if can_cut(entry.session) else len(entry.session.tokens))
         self._remove(entry)
         return entry.session
 

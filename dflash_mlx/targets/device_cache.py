@@ -47,7 +47,10 @@ class DeviceKVCache:
         return self.write(keys, values, at=self.length.value)
 
     def write(self, keys: mx.array, values: mx.array, *, at: mx.array) -> tuple[mx.array, mx.array]:
-        """Write rows (1, heads, L, head_dim) at a position; returns all rows."""
+        """Write rows (1, heads, L, head_dim) at a position; returns all rows.
+
+        There must be room (`DeviceCaches.reserve`): the device does not check, and writes beyond its memory.
+        """
         start = at.reshape(1)
         self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
         self.values = mx.slice_update(self.values, values, start, axes=(2,))

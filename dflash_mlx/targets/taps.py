@@ -5,6 +5,7 @@ never touched, the parameter tree stays as it is, and nothing is left behind aft
 any number of drafters with different taps.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -41,7 +42,8 @@ def _tapped_class(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = kind.__call__(self, *args, **kwargs)
         outputs, layer_id = self.__dict__[_SINK]
-        outputs[layer_id] = result[0] if isinstance(result, tuple) else result
+        # A handle of its own: some models go on to change their hidden states in place.
+        outputs[layer_id] = copy.copy(result[0] if isinstance(result, tuple) else result)
         return result
 
     return type(f"Tapped{kind.__name__}", (kind,), {"__call__": call})

@@ -14,6 +14,23 @@ from dflash_mlx.errors import CheckpointError, PairError
 from dflash_mlx.targets.device_cache import works_with
 from dflash_mlx.targets.taps import tapped
 
+# Where mlx-lm's classes keep a language model inside another module, and what they call its parts.
+_HOLDERS = ("language_model", "model", "backbone", "transformer")
+_EMBEDDINGS = (
+    "embed_tokens",
+    "word_embeddings",
+    "embeddings",
+    "embedding",
+    "tok_embeddings",
+    "token_embeddings",
+    "wte",
+    "embed_in",
+    "embed",
+)
+_HEADS = ("lm_head", "output", "embed_out")
+_FINAL_NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "embedding_norm", "final_norm")
+# Model files that multiply their embeddings by the root of the hidden size in passing.
+_ROOT_SCALED = ("gemma", "gemma2", "gemma3_text", "gemma3n", "recurrent_gemma")
 # On CUDA a quantized model is expanded while it then takes no more than this share of the memory.
 _EXPANDED_SHARE = 0.25
 
@@ -60,7 +77,11 @@ class Target:
         """`forward`, and the features: tapped layer outputs concatenated, (1, L, taps * D)."""
         with tapped(self.layers, layer_ids) as outputs:
             logits = self.model(tokens, cache=cache)
-        return logits, mx.concatenate([outputs[i] for i in layer_ids], axis=-1)
+        return logits, mx.concatenate([self._stream(outputs[i]) for i in layer_ids], axis=-1)
+
+    def _stream(self, output: mx.array) -> mx.array:
+        """The residual stream (1, L, D) in a layer's output; gemma3n's carries several, (streams, 1, L, D)."""
+        return output[int(self.text_config("altup_active_idx", 0))] if output.ndim == 4 else output
 
     def parameter_names(self) -> list[str]:
         return list(dict(tree_flatten(self.model.parameters())))
@@ -86,24 +107,43 @@ class Target:
 
 def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
     """Find the parts of an mlx-lm model that a drafter shares. Raises PairError when there are none."""
-    inner = _find_inner(model)
-    if inner is None:
+    candidates = _candidates(model)
+    found = next(((m, name) for m in candidates for name in _EMBEDDINGS if name in m), None)
+    if found is None:
         raise PairError(
             f"cannot find the token embedding of {type(model).__module__}; a drafter needs to share it. "
             "Run this model with --no-draft."
         )
-    embedding = inner.embed_tokens
-    scale = getattr(inner, "embed_scale", None)
-    lm_head = next((m.lm_head for m in _candidates(model) if "lm_head" in m), None)
+    inner, name = found
+    embedding = inner[name]
+    scale = _embedding_scale(inner)
+    heads = (m[name] for m in candidates for name in _HEADS if name in m)
+    head = next((head for head in heads if isinstance(head, nn.Module)), None)
+    norms = (inner[name] for name in _FINAL_NORMS if name in inner)
+    # gemma3n mixes its streams behind the last layer, so no single one goes through the norm.
+    final_norm = next(norms, None) if "altup_unembed_projections" not in inner else None
     return Target(
         model=model,
         config=config,
         layers=model.layers,
-        embed=(lambda tokens: embedding(tokens) * scale) if scale is not None else embedding,
-        head=lm_head if lm_head is not None else embedding.as_linear,
-        head_module=lm_head if lm_head is not None else embedding,
-        final_norm=getattr(inner, "norm", None),
+        embed=embedding if scale is None else lambda tokens: embedding(tokens) * scale,
+        head=head if head is not None else embedding.as_linear,
+        head_module=head if head is not None else embedding,
+        final_norm=final_norm,
     )
+
+
+def _embedding_scale(inner: nn.Module) -> float | None:
+    """What a model multiplies its embeddings by before the first layer, or None."""
+    for name in ("embed_scale", "embedding_multiplier"):
+        if isinstance(getattr(inner, name, None), float | int):
+            return float(getattr(inner, name))
+    settings: Any = getattr(inner, "args", getattr(inner, "config", inner))
+    if hasattr(settings, "scale_emb"):
+        return float(settings.scale_emb)
+    if type(inner).__module__.rpartition(".")[2] in _ROOT_SCALED:
+        return float(settings.hidden_size**0.5)
+    return None
 
 
 def _head_rows(head: nn.Module, ids: mx.array) -> Callable[[mx.array], mx.array]:
@@ -121,18 +161,11 @@ def _head_rows(head: nn.Module, ids: mx.array) -> Callable[[mx.array], mx.array]
 
 
 def _candidates(model: nn.Module) -> list[nn.Module]:
-    """The model and the places where mlx-lm's classes keep a language model inside it, outermost first."""
+    """The model and the modules in it that may hold the language model, outermost first."""
     found = [model]
-    for name in ("language_model", "model"):
-        for holder in list(found):
-            child = holder.get(name)
-            if isinstance(child, nn.Module):
-                found.append(child)
+    for holder in found:  # grows while it is walked
+        found += [child for name in _HOLDERS if isinstance(child := holder.get(name), nn.Module)]
     return found
-
-
-def _find_inner(model: nn.Module) -> nn.Module | None:
-    return next((m for m in _candidates(model) if "embed_tokens" in m), None)
 
 
 def load_target(folder: Path, *, dtype: str) -> tuple[Target, mx.Dtype]:

@@ -19,7 +19,11 @@ from dflash_mlx.training.trees import Tree, flat
 
 @dataclass
 class TrainState:
-    """Everything that a continued training needs. `parameters` are the float32 masters."""
+    """Everything that a continued training needs. `parameters` are the float32 masters.
+
+    With `feature_sizes` (taps * D,) the master of the first matrix, `fc`, is the one for features that are divided by
+    these sizes: see `weights`.
+    """
 
     parameters: Tree
     optimizer: Tree
@@ -29,21 +33,33 @@ class TrainState:
     conversations: int = 0
     losses: list[list[float]] = field(default_factory=list)
     replays: list[dict[str, Any]] = field(default_factory=list)
+    feature_sizes: mx.array | None = None
 
 
-def fresh_state(drafter: DFlashDrafter, options: TrainOptions) -> TrainState:
-    """Training from the drafter's present weights."""
+def weights(parameters: Tree, feature_sizes: mx.array | None, dtype: mx.Dtype) -> Tree:
+    """The drafter's weights for the masters `parameters`, in the compute dtype."""
+    if feature_sizes is not None:
+        parameters = parameters | {"fc": {"weight": parameters["fc"]["weight"] / feature_sizes}}
+    return tree_map(lambda x: x.astype(dtype), parameters)
+
+
+def fresh_state(drafter: DFlashDrafter, options: TrainOptions, *, feature_sizes: mx.array | None = None) -> TrainState:
+    """Training from the drafter's present weights; a new drafter's random `fc` is taken for divided features."""
     parameters = tree_map(lambda x: x.astype(mx.float32), drafter.parameters())
+    if feature_sizes is not None and options.init_from is not None:
+        parameters["fc"]["weight"] = parameters["fc"]["weight"] * feature_sizes
     optimizer = make_optimizer(options)
     optimizer.init(parameters)
     mx.eval(parameters, optimizer.state)
-    return TrainState(parameters, optimizer.state)
+    return TrainState(parameters, optimizer.state, feature_sizes=feature_sizes)
 
 
 def save_state(path: Path, state: TrainState) -> None:
     """Write the state as one safetensors file, whole or not at all."""
     arrays = {f"parameters.{name}": x for name, x in flat(state.parameters).items()}
     arrays |= {f"optimizer.{name}": x for name, x in flat(state.optimizer).items()}
+    if state.feature_sizes is not None:
+        arrays["features.sizes"] = state.feature_sizes
     progress = {
         "step": state.step,
         "seconds": state.seconds,
@@ -66,7 +82,7 @@ def load_state(path: Path) -> TrainState | None:
         progress = json.loads(metadata["progress"])
     except (RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. Delete it to start the training anew.") from error
-    trees: dict[str, list[tuple[str, mx.array]]] = {"parameters": [], "optimizer": []}
+    trees: dict[str, list[tuple[str, mx.array]]] = {"parameters": [], "optimizer": [], "features": []}
     for name, x in arrays.items():
         part, _, rest = name.partition(".")
         trees[part].append((rest, x))
@@ -79,6 +95,7 @@ def load_state(path: Path) -> TrainState | None:
         conversations=progress["conversations"],
         losses=progress["losses"],
         replays=progress["replays"],
+        feature_sizes=dict(trees["features"]).get("sizes"),
     )
 
 

@@ -8,7 +8,9 @@ from dflash_mlx.checks import check_shapes
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter
-from dflash_mlx.errors import UsageError
+from dflash_mlx.drafters.dialects import is_speculators
+from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.hub.folder import read_json
 from dflash_mlx.targets.target import Target
 from dflash_mlx.training.options import TrainOptions
 from dflash_mlx.training.template import ChatFrame
@@ -95,10 +97,22 @@ def _words(value: Any) -> str:
 
 
 def warm_start(folder: Path) -> DFlashDrafter:
-    """The drafter in a folder, in float32. Raises CheckpointError."""
+    """The drafter in a folder, in float32. Raises CheckpointError, also for what only the decode loop knows."""
     import mlx.core as mx
 
-    return load_drafter(folder, dtype=mx.float32, keep_quantized=False)
+    drafter = load_drafter(folder, dtype=mx.float32, keep_quantized=False)
+    if is_speculators(read_json(folder / "config.json")):
+        raise CheckpointError(
+            f"the drafter in {folder} is in the layout of speculators; training reads and writes z-lab's. "
+            "Convert it first: dflash-mlx convert DRAFTER NEW_FOLDER --to zlab."
+        )
+    config = drafter.config
+    if config.is_dflash2 or config.own_head or config.own_mask_embedding:
+        raise CheckpointError(
+            f"the drafter in {folder} is a DFlash 2 drafter or has a head or mask row of its own; training knows plain "
+            "DFlash drafters. Start from one of those, or train without --init-from."
+        )
+    return drafter
 
 
 def mask_token(target: Target, tokenizer: Any, frame: ChatFrame) -> int:

@@ -5,7 +5,7 @@ of their own block, nothing else; positions and rotary embedding are those of th
 parts joined in one softmax, context (A * K rows by T) and block (K by K), instead of A * K rows by T + A * K.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +20,17 @@ def target_features(target: Target, tokens: mx.array, layer_ids: Sequence[int]) 
     with tapped(target.layers, layer_ids) as outputs:
         target.model(tokens)
     return mx.stop_gradient(mx.concatenate([outputs[i] for i in layer_ids], axis=-1))
+
+
+def feature_sizes(target: Target, texts: Iterable[mx.array], layer_ids: Sequence[int]) -> mx.array:
+    """The mean size of each feature, |x| over the tokens of `texts` (B, T) each; (taps * D,) float32, above 0.
+
+    Residual streams grow with depth and have a few channels a thousand times larger than the others (Gemma's most of
+    all), which say nearly the same of every token. Divided by their sizes, features of all layers and channels count.
+    """
+    means = [mx.abs(target_features(target, text, layer_ids).astype(mx.float32)).mean(axis=(0, 1)) for text in texts]
+    sizes = mx.stack(means).mean(axis=0)
+    return mx.maximum(sizes, 1e-3 * sizes.mean() + 1e-12)
 
 
 def draft_hidden(

@@ -17,6 +17,7 @@ from dflash_mlx.training.data import batch_rows, data_finished, make_data, show
 from dflash_mlx.training.estimate import Estimate, estimate
 from dflash_mlx.training.evaluate import greedy_only
 from dflash_mlx.training.finish import finish
+from dflash_mlx.training.forward import feature_sizes
 from dflash_mlx.training.loading import Loaded, load
 from dflash_mlx.training.options import TrainOptions
 from dflash_mlx.training.probe import time_line
@@ -24,6 +25,9 @@ from dflash_mlx.training.progress import Progress
 from dflash_mlx.training.state import locked, require_same
 from dflash_mlx.training.store import ConversationStore
 from dflash_mlx.training.trainer import Trainer
+
+# Conversations whose features are measured before a training.
+_SIZED = 32
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,10 @@ def _training_stage(
         )
     if state is None:
         mx.random.seed(options.seed)
-        state = fresh_state(make_drafter(loaded.target, loaded.tokenizer, loaded.frame, options), options)
+        new = make_drafter(loaded.target, loaded.tokenizer, loaded.frame, options)
+        texts = (mx.array(c.tokens[None, : options.max_length].astype("int32")) for c in training[:_SIZED])
+        sizes = feature_sizes(loaded.target, texts, new.config.target_layer_ids)
+        state = fresh_state(new, options, feature_sizes=sizes)
     trainer = Trainer(
         target=loaded.target,
         drafter=drafter,

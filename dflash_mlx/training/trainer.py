@@ -14,7 +14,7 @@ from mlx.utils import tree_map
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.targets.target import Target
 from dflash_mlx.training.batches import Batch, Place, Prefetch, training_batches
-from dflash_mlx.training.checkpoint import TrainState, budget_share, save_state
+from dflash_mlx.training.checkpoint import TrainState, budget_share, save_state, weights
 from dflash_mlx.training.evaluate import Replay, replay
 from dflash_mlx.training.forward import draft_hidden, target_features
 from dflash_mlx.training.loss import labels_of, token_losses, weighted_loss
@@ -45,7 +45,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._gradients, self._apply = make_step(
-            self.target, self.drafter, self.options, compute_dtype=self.compute_dtype, chunk=self.chunk
+            self.target,
+            self.drafter,
+            self.options,
+            compute_dtype=self.compute_dtype,
+            chunk=self.chunk,
+            feature_sizes=self.state.feature_sizes,
         )
 
     def run(
@@ -141,7 +146,7 @@ class Trainer:
 
     def load_weights(self) -> None:
         """Put the present weights into the drafter, in the compute dtype."""
-        self.drafter.update(_cast(self.state.parameters, self.compute_dtype))
+        self.drafter.update(weights(self.state.parameters, self.state.feature_sizes, self.compute_dtype))
         mx.eval(self.drafter.parameters())
 
     def save(self) -> None:
@@ -161,7 +166,13 @@ class Trainer:
 
 
 def make_step(
-    target: Target, drafter: DFlashDrafter, options: TrainOptions, *, compute_dtype: mx.Dtype, chunk: int
+    target: Target,
+    drafter: DFlashDrafter,
+    options: TrainOptions,
+    *,
+    compute_dtype: mx.Dtype,
+    chunk: int,
+    feature_sizes: mx.array | None = None,
 ) -> tuple[Callable[..., tuple[mx.array, Tree]], Callable[..., tuple[Tree, Tree]]]:
     """Two functions. Not compiled: on CUDA compiling them took a minute for each sequence length, a step 0.16 s.
 
@@ -175,7 +186,7 @@ def make_step(
         return block_loss(
             target,
             drafter,
-            _cast(parameters, compute_dtype),
+            weights(parameters, feature_sizes, compute_dtype),
             features.astype(compute_dtype),
             tokens,
             anchors,
@@ -228,7 +239,3 @@ def _number(x: mx.array) -> float:
     """Wait for a scalar."""
     value: Any = x.item()
     return float(value)
-
-
-def _cast(tree: Tree, dtype: mx.Dtype) -> Tree:
-    return tree_map(lambda x: x.astype(dtype), tree)

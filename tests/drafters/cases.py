@@ -42,11 +42,10 @@ _SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "sel
 
 
 def _case(*, nested: Config | None = None, without: tuple[str, ...] = (), **changes: Any) -> Config:
-    config = {**_BASE, **changes, "dflash_config": {**_BASE["dflash_config"], **(nested or {})}}
-    for name in without:
-        config.pop(name, None)
-        config["dflash_config"].pop(name, None)
-    return config
+    """The plain case with `changes`, with those in `dflash_config` (None takes a field out), `without` some fields."""
+    inner = {**_BASE["dflash_config"], **(nested or {})}
+    config = {**_BASE, **changes, "dflash_config": {name: value for name, value in inner.items() if value is not None}}
+    return {name: value for name, value in config.items() if name not in without}
 
 
 CASES: dict[str, Config] = {
@@ -57,7 +56,7 @@ CASES: dict[str, Config] = {
         rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
     ),
     "both block sizes": _case(nested={"block_size": 4}),
-    "neither block size nor layers": _case(without=("block_size", "target_layer_ids")),
+    "neither block size nor layers": _case(nested={"target_layer_ids": None}, without=("block_size",)),
     "sliding and full": _case(**_SLIDING, layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
     "all sliding": _case(**_ALL_SLIDING),
     "sliding, bidirectional": _case(**_ALL_SLIDING, is_causal=False),
@@ -91,8 +90,7 @@ CASES: dict[str, Config] = {
 }
 # What the official MLX code cannot read, or reads otherwise than the official PyTorch code.
 NOT_IN_MLX = ("neither block size nor layers", "biases", "yarn of gpt-oss", "yarn with its factor")
-# There the default block of 16 is more than the inputs here ask for.
-DEFAULT_LAYER_IDS = (1, 4, 6)
+LAYER_IDS = (1, 4, 6)  # also what a checkpoint with three layers means that names none
 
 
 @dataclass
@@ -106,7 +104,7 @@ class Inputs:
 
 def make_inputs() -> Inputs:
     random = np.random.RandomState(11)
-    size = len(DEFAULT_LAYER_IDS) * HIDDEN
+    size = len(LAYER_IDS) * HIDDEN
     return Inputs(
         embedding=_normal(random, VOCAB, HIDDEN),
         head=_normal(random, VOCAB, HIDDEN) * 0.5,
@@ -119,7 +117,7 @@ def make_weights(config: Config) -> dict[str, np.ndarray]:
     random = np.random.RandomState(7)
     heads, kv_heads = config["num_attention_heads"] * HEAD_DIM, config["num_key_value_heads"] * HEAD_DIM
     weights = {
-        "fc.weight": _matrix(random, HIDDEN, len(DEFAULT_LAYER_IDS) * HIDDEN),
+        "fc.weight": _matrix(random, HIDDEN, len(LAYER_IDS) * HIDDEN),
         "hidden_norm.weight": _gain(random, HIDDEN),
         "norm.weight": _gain(random, HIDDEN),
     }

@@ -5,9 +5,10 @@
     pip install dflash==0.1.0 mlx mlx-lm safetensors                            # and one for MLX
     python tests/drafters/make_golden.py mlx
 
-The file has for each case and implementation ("case/torch/0" for the first round): the logits (W, V) of the drafts;
-and of DFlash 2 also "path", the greedy drafts (W,), "drawn", drafts at temperature 0.7 (W,), and "probs", the
-distributions (W, V) they were drawn from.
+The file has for each case and implementation "read", the block size and the target's layers as they were read from
+config.json; and for each round ("case/torch/0" for the first one) the logits (W, V) of the drafts. Of DFlash 2 also
+"path", the greedy drafts (W,), "drawn", drafts at temperature 0.7 (W,), and "probs", the distributions (W, V) they
+were drawn from.
 """
 
 import sys
@@ -35,7 +36,7 @@ def run_torch(folder: Path, config: Config, inputs: Inputs) -> Results:
     drafter = kind.from_pretrained(str(folder), dtype=torch.float32).eval()
     embedding, head = torch.from_numpy(inputs.embedding), torch.from_numpy(inputs.head)
     target = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=embedding))
-    results: Results = {}
+    results: Results = {"read": np.array([drafter.block_size, *drafter.target_layer_ids])}
     cache = official._make_cache(drafter.config)
     start = 0
     with torch.inference_mode():
@@ -73,7 +74,7 @@ def run_mlx(folder: Path, config: Config, inputs: Inputs) -> Results:
     )
     target.embed_tokens.weight, target.lm_head.weight = mx.array(inputs.embedding), mx.array(inputs.head)
     drafter.bind(target)
-    results: Results = {}
+    results: Results = {"read": np.array([drafter.config.block_size, *drafter.config.target_layer_ids])}
     cache = drafter.make_cache()
     start = 0
     for i, (rows, anchor) in enumerate(ROUNDS):

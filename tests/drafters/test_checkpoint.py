@@ -20,6 +20,7 @@ from dflash_mlx.drafters import checkpoint
 from dflash_mlx.drafters.checkpoint import drafter_precision, load_drafter, read_checkpoint
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.targets.rounding import relative_difference
 
 IDS = [3, 4, 9, 20, 33]
 
@@ -170,6 +171,8 @@ def test_a_mask_row_in_a_pytorch_file(value, tmp_path):
         ({"storage": "LongStorage"}, "it asks for torch.LongStorage"),
         ({"value": lambda row: {"mask_token_id": 7, "embedding": row}}, "for the mask token 7, config.json says 39"),
         ({"value": lambda row: [1]}, "cannot read the drafter's mask embedding"),
+        ({"data": BITS[:9]}, "cannot read the drafter's mask embedding"),
+        ({"data": BITS[:40]}, "cannot read the drafter's mask embedding"),
     ],
 )
 def test_a_pytorch_file_runs_nothing(file, message, tmp_path):
@@ -229,3 +232,36 @@ def test_public_names_of_codebooks(tmp_path):
     read = read_checkpoint(write_folder(tmp_path, CASES["second"]))
     assert "candidate_selector.predecessor_codebook.weight" in read.weights
     assert read.config.is_dflash2
+
+
+def test_a_quantized_dflash_2_drafter(tmp_path):
+    """Close to the plain one, and the answer stays the target's."""
+    from dflash_mlx.hub.quantize import quantize_drafter
+
+    config = {**CASES["second"], "dflash_config": {**CASES["second"]["dflash_config"], "selector_rank": 32}}
+    (tmp_path / "small").mkdir()
+    quantize_drafter(write_folder(tmp_path / "plain", config), tmp_path / "small", bits=8, group_size=32)
+    drafter = load_drafter(tmp_path / "small", dtype=mx.float32, keep_quantized=True)
+    plain = load_drafter(tmp_path / "plain", dtype=mx.float32)
+    block = mx.random.normal((1, 4, HIDDEN), key=mx.random.key(0))
+    found, expected = (d(block, d.make_cache()) for d in (drafter, plain))
+    assert relative_difference(found, expected) < 0.1
+    expanded = load_drafter(tmp_path / "small", dtype=mx.float32, keep_quantized=False)
+    assert mx.allclose(expanded(block, expanded.make_cache()), found, atol=1e-4).item()
+    target = tiny_target("llama", vocab_size=VOCAB, num_hidden_layers=9)
+    session = Session(target, drafter)
+    steps = list(decode(session, [1, 2], strategy=Greedy(), policy=FixedWidth(4), max_tokens=15, eos_ids=set()))
+    assert [token for step in steps for token in step.tokens] == plain_tokens(target, [1, 2], 15)
+
+
+def test_a_quantized_reduced_vocabulary_keeps_its_tokens(tmp_path):
+    from dflash_mlx.hub.quantize import quantize_drafter
+
+    ids = [3, 4, 9, 20, 39]
+    (tmp_path / "small").mkdir()
+    head = mx.random.normal((len(ids), HIDDEN), key=mx.random.key(5))
+    folder = speculators(tmp_path / "plain", d2t=offsets(ids), **{"lm_head.weight": head})
+    quantize_drafter(folder, tmp_path / "small", bits=8, group_size=32)
+    drafter = load_drafter(tmp_path / "small", dtype=mx.float32, keep_quantized=True)
+    assert drafter.config.draft_token_ids == tuple(ids)
+    assert drafter.lm_head.bits == 8

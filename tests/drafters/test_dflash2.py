@@ -16,6 +16,7 @@ from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.path import propose_path
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import FixedWidth
+from dflash_mlx.drafters.dflash2 import best_columns
 from dflash_mlx.sampling import SamplingParams
 
 RUNS = 2500
@@ -96,6 +97,17 @@ def test_a_selector_that_knows_the_answer_is_followed():
     # The last round was queued before the limit was known to cut it.
     assert all(step.num_accepted == step.width for step in steps[:-1])
     assert [token for step in steps for token in step.tokens] == truth[1:]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(("width", "count"), [(5, 5), (48, 3), (4099, 4), (20_000, 16)])
+def test_best_columns_are_the_largest(width, count, dtype):
+    """Compared with sorting. In bfloat16 many values are equal, and any of those will do."""
+    logits = mx.random.normal((3, width), key=mx.random.key(width)).astype(dtype)
+    columns = best_columns(logits, count)
+    assert all(len(set(row)) == count for row in columns.tolist())
+    found = mx.sort(mx.take_along_axis(logits, columns, axis=1), axis=-1)
+    assert mx.array_equal(found, mx.sort(logits, axis=-1)[:, -count:]).item()
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,14 @@
 """The layout of speculators, and the kinds of drafters that are refused by name."""
 
 import copy
+import json
 
+import mlx.core as mx
 import pytest
 
 from dflash_mlx.drafters.config import parse_draft_config
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.pair import load_pair
 
 # As vLLM's speculators writes it: what equals Qwen3Config's own values is left out.
 SPECULATORS = {
@@ -132,3 +135,13 @@ def test_models_are_not_mistaken_for_other_drafters(target):
     """A target given as a drafter is named as what it is: no drafter."""
     with pytest.raises(CheckpointError, match="not a DFlash drafter"):
         parse_draft_config({"model_type": target, "architectures": ["SomethingForCausalLM"], "hidden_size": 64})
+
+
+def test_a_drafter_is_refused_before_its_target_is_loaded(tmp_path):
+    """The target here could not even be loaded."""
+    for name, config in (("target", {"model_type": "no such type"}), ("drafter", REFUSED[0][0])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        mx.save_safetensors(str(tmp_path / name / "model.safetensors"), {"x": mx.zeros(1)})
+    with pytest.raises(CheckpointError, match="a DSpark drafter"):
+        load_pair(model=str(tmp_path / "target"), draft_model=str(tmp_path / "drafter"))

@@ -42,6 +42,7 @@ def check_close(found, expected):
 
 
 def check(drafter, inputs, expected):
+    assert [drafter.config.block_size, *drafter.config.target_layer_ids] == expected["read"].tolist()
     for i, (hidden, logits, anchor) in enumerate(run(drafter, inputs)):
         check_close(logits, expected[f"{i}"])
         assert mx.std(logits).item() > 0.2, "logits that hardly differ compare nothing"
@@ -76,7 +77,7 @@ class Replay(Rejection):
 def golden(name, which):
     prefix = f"{name}/{which}/"
     found = {key.removeprefix(prefix): values for key, values in OFFICIAL.items() if key.startswith(prefix)}
-    assert len(found) == len(ROUNDS) * (4 if is_second(CASES[name]) else 1)
+    assert len(found) == 1 + len(ROUNDS) * (4 if is_second(CASES[name]) else 1)
     return found
 
 

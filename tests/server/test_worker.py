@@ -8,7 +8,7 @@ import time
 
 import mlx.core as mx
 import pytest
-from serving import answer, collect, job, random_prompt, tokens_of, wait_until
+from serving import answer, collect, job, random_prompt, random_tokens, tokens_of, wait_until
 from tiny import VOCAB
 
 from dflash_mlx.errors import PromptError, UsageError
@@ -251,6 +251,30 @@ def test_requests_that_cannot_be_met_are_refused_at_once(serve):
     with pytest.raises(TooLargeError, match=r"needs \d+\.\d+ GB"):
         worker.submit(job([1] * 8000))
     assert len(tokens_of(answer(worker, job([1] * 20, 5)))) > 0
+
+
+def test_caches_give_way_and_large_answers_wait_for_each_other(serve):
+    worker = serve(max_active=4, memory_bytes=mx.get_active_memory() + 6_000_000)
+    rng = random.Random(2)
+    for _ in range(20):
+        answer(worker, job(random_tokens(rng, 20), 2))
+    held = worker.status().cache.bytes
+    large = [job([i], 6000) for i in (1, 2, 3)]
+
+    async def run():
+        tickets = [worker.submit(j) for j in large]
+        for i, ticket in enumerate(tickets):
+            await ticket.__anext__()
+            status = worker.status()
+            # Each takes more than half of the room: the others wait, and what was kept is gone.
+            assert (status.active, status.queued) == (1, 2 - i)
+            assert status.cache.bytes < held
+            ticket.cancel()
+            await collect(ticket)
+
+    asyncio.run(run())
+    assert worker.status().cache.evictions > 0
+    assert worker.status().totals.finished["cancelled"] == 3
 
 
 def test_closing_finishes_what_it_can_and_cancels_the_rest(serve):

@@ -7,6 +7,7 @@ from tiny import FAMILIES, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_tar
 
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.forwards import Forwards
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import FixedWidth
 from dflash_mlx.targets.device_cache import DeviceCaches, works_with
@@ -100,6 +101,37 @@ def test_rounds_are_queued_before_the_last_one_is_read(target, monkeypatch):
     # The last rounds may differ in width: one more round is in flight when the limit is known.
     assert runs[0][:-2] == runs[1][: len(runs[0]) - 2]
     assert len(queued) > 40
+
+
+@pytest.mark.parametrize("start", range(225, 262, 3))
+def test_there_is_always_room(target, monkeypatch, start):
+    """Whatever a round may keep, what it writes fits the buffers of both models: nothing checks that on the device."""
+    written = []
+
+    def checked(method, last_row):
+        def call(forwards, *inputs):
+            written.append(last_row(*inputs))
+            outputs = method(forwards, *inputs)
+            assert written[-1] <= inputs[-1].layers[0].keys.shape[2]
+            return outputs
+
+        return call
+
+    def verified(tokens, caches):
+        return int(caches.length.value.item()) + tokens.shape[1]
+
+    def drafted(features, block, end, caches):
+        return int(end.item()) + block.shape[0]
+
+    monkeypatch.setattr(Forwards, "verify", checked(Forwards.verify, verified))
+    monkeypatch.setattr(Forwards, "draft", checked(Forwards.draft, drafted))
+    prompt = [i % 40 for i in range(start)]
+    truth = plain_tokens(target, prompt, 70)
+    script = {start + i: token for i, token in enumerate(truth)}
+    session = Session(target, ScriptedDrafter(tiny_drafter(block_size=16).config, script))
+    steps = decode(session, prompt, strategy=Greedy(), policy=FixedWidth(15), max_tokens=70, eos_ids=set())
+    assert [token for step in steps for token in step.tokens] == truth
+    assert max(written) > 256
 
 
 def test_an_answer_left_open_gives_way_to_the_next(target, monkeypatch):

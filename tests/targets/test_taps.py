@@ -38,3 +38,14 @@ def test_other_models_of_the_class_are_not_touched():
     with tapped(one.layers, [1]) as outputs:
         other.forward(mx.array([[1, 2]]), other.make_cache())
         assert outputs == {}
+
+
+def test_models_may_change_their_hidden_states_in_place():
+    """gemma3n does, behind its last layer."""
+    target = tiny_target("llama")
+    x = target.embed(mx.array([[1, 2, 3]]))
+    expected = target.layers[1](x, "causal", None)
+    with tapped(target.layers, [1]) as outputs:
+        h = target.layers[1](x, "causal", None)
+        h[:, 1] = 7.0
+    assert mx.array_equal(outputs[1], expected)

@@ -8,6 +8,7 @@ import pytest
 from mlx_lm.utils import load as mlx_lm_load
 from mlx_lm.utils import quantize_model, save_model
 from tiny import plain_tokens
+from tiny_folder import write_target
 
 from dflash_mlx.cli.app import main
 from dflash_mlx.drafters.checkpoint import load_drafter
@@ -219,3 +220,38 @@ def test_a_batch_in_parts_takes_the_same_step(orderly_folder, tmp_path):
     whole, parts = gradients
     cosine = (whole * parts).sum() / mx.sqrt((whole**2).sum() * (parts**2).sum())
     assert cosine.item() > 0.999
+
+
+def test_a_base_model_with_sliding_windows_gets_a_drafter(tmp_path):
+    """No chat template: text that goes on from its first token. Conversations are five windows long."""
+    folder = write_target(tmp_path / "gemma", family="gemma3", template=None)
+    options = TrainOptions(
+        model=str(folder),
+        out=tmp_path / "drafter",
+        data_tokens=600,
+        data_batch=16,
+        max_length=40,
+        max_user_tokens=6,
+        loop_share=1.0,
+        layers=1,
+        block_size=4,
+        num_taps=2,
+        steps=3,
+        batch_size=4,
+        anchors=4,
+        holdout=0.3,
+        draft_vocabulary=40,
+        measure=2,
+        measure_tokens=24,
+    )
+    result = run(options, quiet=True)
+    assert result.stage == "done"
+    bos, user = 1, options.max_user_tokens
+    for conversation in ConversationStore(options.out / "work" / "data").conversations:
+        assert conversation.tokens[0] == bos
+        assert conversation.spans[0][0] == 1 + user
+    pair = load_pair(model=str(folder), draft_model=str(options.out), dtype="float32")
+    prompt = [bos, 20, 21, 22]
+    answer = generate(pair, prompt, SamplingParams(max_tokens=40), width=3)
+    assert answer.acceptance.rounds > 0
+    assert answer.token_ids == plain_tokens(pair.target, prompt, 40, set(pair.tokenizer.eos_token_ids))

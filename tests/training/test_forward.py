@@ -4,8 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from tiny import HIDDEN, VOCAB, tiny_drafter, tiny_target
+from tiny_families import family_target
 
-from dflash_mlx.training.forward import draft_hidden, target_features
+from dflash_mlx.training.checkpoint import fresh_state, load_state, save_state, weights
+from dflash_mlx.training.forward import draft_hidden, feature_sizes, target_features
 from dflash_mlx.training.options import TrainOptions
 from dflash_mlx.training.trainer import block_loss
 
@@ -122,3 +124,38 @@ def test_later_tokens_only_matter_as_labels(target, tokens):
         features = target_features(target, text, drafter.config.target_layer_ids)
         results.append(draft_hidden(drafter, target.embed, features, text[:, 12:13], anchors))
     assert mx.array_equal(*results).item()
+
+
+def test_a_window_of_the_target_counts_in_training_as_in_decoding(tokens):
+    """40 tokens are five windows."""
+    target = family_target("gemma3")
+    cache = target.make_cache()
+    parts = [target.forward_tapped(tokens[:1, i : i + 1], cache, (0, 3))[1] for i in range(LENGTH)]
+    found = target_features(target, tokens[:1], (0, 3))
+    assert mx.allclose(found, mx.concatenate(parts, axis=1), rtol=1e-4, atol=1e-4).item()
+
+
+def test_weights_for_divided_features_are_those_of_whole_features(target, tokens, tmp_path):
+    """(x / sizes) W = x (W / sizes), and a state keeps its sizes."""
+    drafter = tiny_drafter(block_size=BLOCK)
+    taps = drafter.config.target_layer_ids
+    sizes = feature_sizes(target, [tokens[:1], tokens[1:]], taps)
+    features = target_features(target, tokens, taps)
+    assert mx.allclose(mx.abs(features / sizes).mean(axis=(0, 1)), mx.ones(sizes.shape), rtol=1e-4).item()
+
+    options = TrainOptions(model="x", out=tmp_path)
+    save_state(tmp_path / "state.safetensors", fresh_state(drafter, options, feature_sizes=sizes))
+    state = load_state(tmp_path / "state.safetensors")
+    expected = drafter.fc(features / sizes)
+    drafter.update(weights(state.parameters, state.feature_sizes, mx.float32))
+    assert mx.allclose(drafter.fc(features), expected, rtol=1e-4, atol=1e-5).item()
+
+
+def test_a_drafter_to_start_from_is_the_same_drafter_before_the_first_step(target, tokens, tmp_path):
+    drafter = tiny_drafter(block_size=BLOCK)
+    sizes = feature_sizes(target, [tokens], drafter.config.target_layer_ids)
+    (tmp_path / "config.json").write_text("{}")
+    options = TrainOptions(model="x", out=tmp_path / "out", init_from=tmp_path)
+    state = fresh_state(drafter, options, feature_sizes=sizes)
+    kept = weights(state.parameters, state.feature_sizes, mx.float32)["fc"]["weight"]
+    assert mx.allclose(kept, drafter.fc.weight, rtol=1e-6).item()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from tiny import VOCAB, plain_tokens, tiny_target
+from tiny_families import family_target
 
 from dflash_mlx.training.store import CUT, LOOPED
 from dflash_mlx.training.template import ChatFrame
@@ -25,9 +26,10 @@ def plan(rows, *, greedy=True, user_follows=True, scripts=None):
     return Plan(scripts, user_follows, np.zeros(rows) if greedy else np.full(rows, 0.9))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3"])
 def target(request):
-    return tiny_target(request.param)
+    """gemma3 has sliding windows of 8 tokens, which these conversations outgrow."""
+    return family_target("gemma3") if request.param == "gemma3" else tiny_target(request.param)
 
 
 def check_greedy(target, conversation):

@@ -6,7 +6,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from tiny import VOCAB, tiny_target
+from tiny import FAMILIES, VOCAB, tiny_target
+from tiny_families import family_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dflash_mlx.targets.target import Target
@@ -39,20 +40,25 @@ def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_target(folder: Path, *, family: str = "llama", seed: int = 0, orderly: bool = False) -> Path:
-    """A random float32 model of `tiny.tiny_target` with a tokenizer, loadable by mlx-lm.
+def write_target(
+    folder: Path, *, family: str = "llama", seed: int = 0, orderly: bool = False, template: str | None = TEMPLATE
+) -> Path:
+    """A random float32 model with a tokenizer, loadable by mlx-lm; of `tiny_target`, or of `family_target`.
 
     orderly: a model with something to learn: a token is mostly followed by the same other one (see `make_orderly`).
     """
     folder.mkdir(parents=True)
-    target = tiny_target(family, seed=seed, **({"tie_word_embeddings": False} if orderly else {}))
+    if family in FAMILIES:
+        target = tiny_target(family, seed=seed, **({"tie_word_embeddings": False} if orderly else {}))
+    else:
+        target = family_target(family)
     if orderly:
         make_orderly(target)
     weights = dict(tree_flatten(target.model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     config = {**target.config, "eos_token_id": 2, "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
-    write_tokenizer(folder)
+    write_tokenizer(folder, template=template)
     return folder
 
 

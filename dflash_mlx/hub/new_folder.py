@@ -1,0 +1,47 @@
+"""A new folder at a place the user named: there whole, or not at all."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from dflash_mlx.errors import CheckpointError, UsageError
+
+
+def write_new_folder(folder: Path, build: Callable[[Path], None]) -> None:
+    """Let `build` fill a temporary folder beside `folder`, then give it that name.
+
+    Whoever is interrupted or killed leaves no half folder under the name. Raises UsageError where something is there
+    already, CheckpointError where the disk is full or not writable.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is there already and not empty; name a new folder, or remove it first.")
+    work: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.making-", dir=folder.parent))
+        work.chmod(0o755)
+        build(work)
+        for path in work.iterdir():
+            _flush(path)
+        work.rename(folder)
+        _flush(folder.parent)
+    except (OSError, RuntimeError) as error:  # MLX reports a failed write as a RuntimeError
+        full = shutil.disk_usage(folder.parent).free < 2**20 if folder.parent.is_dir() else False
+        if full or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(f"the disk is full while writing {folder}. Make room and run it again.") from error
+        raise CheckpointError(f"cannot write {folder}: {error}. Name a folder you can write to.") from error
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Bring a file or folder to the disk, so that a power cut cannot leave empty files under the final name."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
