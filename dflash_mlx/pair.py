@@ -12,7 +12,6 @@ from mlx_lm.utils import load_tokenizer
 
 from dflash_mlx.checks import check_pair, check_shapes
 from dflash_mlx.decoding.costs import load_or_measure
-from dflash_mlx.decoding.forwards import Forwards
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import AcceptanceEstimate, FixedWidth, RoundCosts, WidthPolicy, choose_policy
 from dflash_mlx.drafters.checkpoint import load_drafter
@@ -47,12 +46,7 @@ class ModelPair:
     checks: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # what the user should know about the choice of models
     _costs: RoundCosts | None = None
-    _forwards: Forwards | None = field(init=False, default=None)
     _estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
-
-    def __post_init__(self) -> None:
-        if self.drafter is not None:
-            self._forwards = Forwards(self.target, self.drafter)
 
     @property
     def context_length(self) -> int | None:
@@ -74,7 +68,7 @@ class ModelPair:
 
     def new_session(self, *, draft: bool = True) -> Session:
         """Empty caches for one conversation. Without drafting the drafter's are left out."""
-        return Session(self.target, self.drafter if draft else None, forwards=self._forwards if draft else None)
+        return Session(self.target, self.drafter if draft else None)
 
     def width_policy(self, width: int | None = None) -> WidthPolicy:
         """A policy for one answer: always `width` drafts, or by measured speed when None."""
@@ -96,8 +90,6 @@ class ModelPair:
                 dtype=self.dtype,
                 report=report,
             )
-            assert self._forwards is not None
-            self._forwards.compiled = self._costs.compiled
         return self._costs
 
 

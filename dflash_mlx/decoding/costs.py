@@ -13,7 +13,6 @@ import mlx.core as mx
 
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode, draft, verify
-from dflash_mlx.decoding.forwards import Forwards
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import STEEP, FixedWidth, RoundCosts
 from dflash_mlx.drafters.dflash import DFlashDrafter
@@ -21,13 +20,11 @@ from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 4
+_SCHEMA = 5
 _PROMPT_TOKENS = 64
 # Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and `_SECONDS_A_WIDTH`.
 _WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 24
 _SECONDS_A_WIDTH = 0.08
-# Compiling costs time at each new shape, so it must bring this much.
-_WORTH_COMPILING = 1.03
 # Measuring stops after about this long; widths not reached are interpolated.
 _SECONDS_TO_SPEND = 4.0
 
@@ -46,7 +43,7 @@ def load_or_measure(
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         rounds, drafts = _table(stored["round_seconds"]), _table(stored["draft_seconds"])
-        return RoundCosts(rounds, drafts, steep=bool(stored["steep"]), compiled=bool(stored["compiled"]))
+        return RoundCosts(rounds, drafts, steep=bool(stored["steep"]))
     except (OSError, ValueError, KeyError, AttributeError):
         pass  # Not measured yet, or a file that cannot be used: measure.
     if report is not None:
@@ -64,8 +61,7 @@ def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> Round
     """
     started = time.perf_counter()
     widest = block_size - 1
-    compiled, ends = _plain_or_compiled(target, drafter, widest)
-    forwards = Forwards(target, drafter, compiled=compiled)
+    ends = {width: _round_seconds(target, drafter, width, confident=False) for width in {1, widest}}
     steep = ends[widest] > STEEP * ends[1]
     rounds = {} if steep else ends
     drafts: dict[int, float] = {}
@@ -73,20 +69,10 @@ def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> Round
         if len(drafts) >= 3 and time.perf_counter() - started > _SECONDS_TO_SPEND:
             break
         if width not in rounds:
-            rounds[width] = _round_seconds(forwards, width, confident=steep)
+            rounds[width] = _round_seconds(target, drafter, width, confident=steep)
         if width:
             drafts[width] = _draft_seconds(target, drafter, width)
-    return RoundCosts(rounds, drafts, steep=steep, compiled=compiled and not steep)
-
-
-def _plain_or_compiled(target: Target, drafter: DFlashDrafter, widest: int) -> tuple[bool, dict[int, float]]:
-    """Whether compiled rounds are faster here, and the seconds of the narrowest and the widest drafted round."""
-    seconds = {}
-    for compiled in (False, True) if backend().kind != "cpu" and target.takes_device_lengths() else (False,):
-        forwards = Forwards(target, drafter, compiled=compiled)
-        seconds[compiled] = {width: _round_seconds(forwards, width, confident=False) for width in {1, widest}}
-    faster = True in seconds and seconds[True][widest] < seconds[False][widest] / _WORTH_COMPILING
-    return faster, seconds[faster]
+    return RoundCosts(rounds, drafts, steep=steep)
 
 
 def _order(widest: int) -> list[int]:
@@ -95,9 +81,8 @@ def _order(widest: int) -> list[int]:
     return list(dict.fromkeys(w for w in wanted if 0 <= w <= widest))
 
 
-def _round_seconds(forwards: Forwards, width: int, *, confident: bool) -> float:
-    target = forwards.target
-    session = Session(target, forwards.drafter, forwards=forwards)
+def _round_seconds(target: Target, drafter: DFlashDrafter, width: int, *, confident: bool) -> float:
+    session = Session(target, drafter)
     prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
     times: list[float] = []
     steps = decode(
@@ -170,7 +155,6 @@ def _store(path: Path, costs: RoundCosts) -> None:
                 "round_seconds": costs.round_seconds,
                 "draft_seconds": costs.draft_seconds,
                 "steep": costs.steep,
-                "compiled": costs.compiled,
             }
             json.dump(stored, file)
         os.replace(file.name, path)

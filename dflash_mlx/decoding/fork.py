@@ -32,7 +32,7 @@ def fork(session: Session, length: int) -> Session:
     """
     assert length <= len(session.tokens)
     assert can_cut(session) or (length == len(session.tokens) and not session.in_flight)
-    twin = Session(session.target, session.drafter, forwards=session.forwards)
+    twin = Session(session.target, session.drafter)
     twin.tokens = session.tokens[:length]
     # In mid-answer, the caches' rows may be away in device caches; what is committed is the same there.
     target_cache: Sequence[Any] = session.device[0].layers if session.device else session.target_cache

@@ -9,7 +9,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.decoding.accept import DraftVocabulary, Proposal, Strategy
-from dflash_mlx.decoding.forwards import Forwards
 from dflash_mlx.decoding.path import propose_path
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
@@ -48,12 +47,9 @@ class Session:
     draft_cache: list[KVCache] = field(init=False)
     rollback: Rollback = field(init=False)
     vocabulary: DraftVocabulary | None = field(init=False)
-    forwards: Forwards | None = None
     device: tuple[DeviceCaches, DeviceCaches] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.forwards is None and self.drafter is not None:
-            self.forwards = Forwards(self.target, self.drafter)
         self.reset()
 
     def reset(self) -> None:
@@ -67,8 +63,12 @@ class Session:
 
     def draft_logits(self, hidden: mx.array) -> mx.array:
         """The drafter's logits for its hidden states, (W, D) -> (W, V), or (W, n) for the n tokens it may draft."""
-        assert self.forwards is not None
-        return self.forwards.draft_logits(hidden)
+        assert self.drafter is not None
+        config = self.drafter.config
+        head = self.target.head_for(config.draft_token_ids) if config.draft_token_ids else self.target.head
+        if config.own_head:
+            head = self.drafter.lm_head
+        return self.drafter.adjust_logits(head(hidden))
 
     def forward(self, tokens: mx.array, *, revocable: bool = False) -> tuple[mx.array, mx.array | None]:
         """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D).
@@ -76,10 +76,11 @@ class Session:
         Each forward is to be followed by `keep`, which may keep only some of the tokens if `revocable`.
         """
         if self.device is not None:
-            assert self.forwards is not None
-            self.device[0].reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
+            assert self.drafter is not None
+            caches, _ = self.device
+            caches.reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
             with self._whole_or_reset():
-                return self.forwards.verify(tokens, self.device[0])
+                return self.target.forward_tapped(tokens, caches.layers, self.drafter.config.target_layer_ids)
         with self._whole_or_reset(), self.rollback.feeding(self.target_cache, tokens, revocable=revocable):
             if self.drafter is None:
                 return self.target.forward(tokens, self.target_cache), None
@@ -110,16 +111,19 @@ class Session:
         `features` (1, L, taps * D), of the newest round, go into the drafter's cache. `end` is the number of positions
         in it that then count, and so the anchor's position; as an int it is all of them.
         """
-        assert self.drafter is not None
+        drafter = self.drafter
+        assert drafter is not None
+        embedded = drafter.embed_block(block[None], self.target.embed)
         if self.device is not None:
-            assert self.forwards is not None
             assert features is not None
             assert not self.pending
-            self.device[1].reserve(len(self.tokens) + self.in_flight + block.shape[0])
-            return Draft(*self.forwards.draft(features, block, mx.array(end), self.device[1]))
-        self.absorb_pending(features)
-        embedded = self.drafter.embed_block(block[None], self.target.embed)
-        hidden = self.drafter(embedded, self.draft_cache, context_length=None if isinstance(end, int) else end)[0, 1:]
+            _, caches = self.device
+            caches.reserve(len(self.tokens) + self.in_flight + block.shape[0])
+            drafter.extend_context(features, caches.layers)
+            hidden = drafter(embedded, caches.layers, context_length=mx.array(end))[0, 1:]
+        else:
+            self.absorb_pending(features)
+            hidden = drafter(embedded, self.draft_cache, context_length=None if isinstance(end, int) else end)[0, 1:]
         return Draft(self.draft_logits(hidden), hidden)
 
     def propose(self, strategy: Strategy, draft: Draft, *, anchor: mx.array, position: int | mx.array) -> Proposal:

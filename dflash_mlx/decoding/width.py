@@ -71,14 +71,12 @@ class FixedWidth:
 class RoundCosts:
     """Seconds a round takes by width, and its draft's share; measured at some widths and interpolated between.
 
-    steep: width costs much (more than `STEEP`). compiled: compiled forwards are faster. `observe` keeps the totals up
-    to date while rounds are timed.
+    `steep`: width costs much (more than `STEEP`). `observe` keeps the totals up to date while rounds are timed.
     """
 
     round_seconds: dict[int, float]
     draft_seconds: dict[int, float]
     steep: bool
-    compiled: bool = False
     _drift: float = 1.0
 
     def round(self, width: int, *, drafted: int | None = None) -> float:

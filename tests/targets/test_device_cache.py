@@ -7,7 +7,6 @@ from tiny import FAMILIES, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_tar
 
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode
-from dflash_mlx.decoding.forwards import Forwards
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import FixedWidth
 from dflash_mlx.targets.device_cache import DeviceCaches, works_with
@@ -108,23 +107,25 @@ def test_there_is_always_room(target, monkeypatch, start):
     """Whatever a round may keep, what it writes fits the buffers of both models: nothing checks that on the device."""
     written = []
 
-    def checked(method, last_row):
-        def call(forwards, *inputs):
-            written.append(last_row(*inputs))
-            outputs = method(forwards, *inputs)
-            assert written[-1] <= inputs[-1].layers[0].keys.shape[2]
+    def checked(method, last_row, which):
+        def call(session, *args, **kwargs):
+            if session.device is None:
+                return method(session, *args, **kwargs)
+            written.append(last_row(session, *args, **kwargs))
+            outputs = method(session, *args, **kwargs)
+            assert written[-1] <= session.device[which].layers[0].keys.shape[2]
             return outputs
 
         return call
 
-    def verified(tokens, caches):
-        return int(caches.length.value.item()) + tokens.shape[1]
+    def verified(session, tokens, **_):
+        return int(session.device[0].length.value.item()) + tokens.shape[1]
 
-    def drafted(features, block, end, caches):
-        return int(end.item()) + block.shape[0]
+    def drafted(session, features, block, *, end):
+        return int(mx.array(end).item()) + block.shape[0]
 
-    monkeypatch.setattr(Forwards, "verify", checked(Forwards.verify, verified))
-    monkeypatch.setattr(Forwards, "draft", checked(Forwards.draft, drafted))
+    monkeypatch.setattr(Session, "forward", checked(Session.forward, verified, 0))
+    monkeypatch.setattr(Session, "draft", checked(Session.draft, drafted, 1))
     prompt = [i % 40 for i in range(start)]
     truth = plain_tokens(target, prompt, 70)
     script = {start + i: token for i, token in enumerate(truth)}
