@@ -94,7 +94,7 @@ def test_the_end_of_the_server_is_told_to_open_streams(server):
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_flat_over_two_thousand_requests(server):
     """Different prompts each time, so that the prefix cache fills and evicts; a tenth of the clients leave early."""
 

@@ -15,7 +15,7 @@ PAIRS = 15
 
 
 @pytest.mark.model
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_server_adds_less_than_a_twentieth(demo_pair, capsys):
     """The same request by `generate` and over HTTP, in turns, drafts of a fixed width, no prefix cache; medians.
 

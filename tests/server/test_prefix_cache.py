@@ -237,7 +237,7 @@ def test_a_session_in_flight_is_settled_before_it_is_kept(pair):
     stream.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.model
 def test_a_second_turn_begins_at_once(demo_pair):
     """A prompt of 2,000 tokens: the next turn's first token comes in at most a quarter of the first's time."""

@@ -73,6 +73,6 @@ def test_tiny_models(count):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.long)])
 def test_the_demo_pair(demo_pair, count):
     check(demo_pair, count)
