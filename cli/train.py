@@ -11,6 +11,8 @@ EXAMPLES = """[bold]Examples[/bold]
 
   dflash-mlx train --model ./my-fine-tune --out my-drafter --init-from ./drafter-of-the-base --minutes 20
 
+  dflash-mlx train --model ./my-model --out my-drafter --heads dflash2
+
   dflash-mlx train --pair demo --out demo-drafter --data-tokens 20000000 --minutes 30 --stop-after-minutes 9
 
   dflash-mlx train --model ./my-fine-tune --out my-drafter --show 3
