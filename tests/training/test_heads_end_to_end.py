@@ -1,6 +1,7 @@
 """A DFlash 2 drafter from the whole command on a tiny target: it and its selector learn, and it is used at once."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from dflash_mlx.training.loading import load
 from dflash_mlx.training.loss import labels_of
 from dflash_mlx.training.selector import previous_tokens
 from dflash_mlx.training.store import ConversationStore
+from dflash_mlx.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +118,42 @@ def test_what_the_folder_says(trained):
     card = (options.out / "README.md").read_text()
     assert "# A DFlash 2 drafter for" in card
     assert "best 16 tokens by the draft before it" in card
+
+
+def test_a_killed_training_ends_as_if_nothing_had_happened(trained, tmp_path, monkeypatch):
+    options, _ = trained
+    again = replace(options, out=tmp_path / "again", checkpoint_seconds=0.01)
+    (again.out / "work").mkdir(parents=True)
+    shutil.copytree(options.out / "work" / "data", again.out / "work" / "data")
+    shutil.copy(options.out / "work" / "data.json", again.out / "work")
+    save, saved = Trainer.save, []
+
+    def save_and_die(trainer):
+        save(trainer)
+        saved.append(trainer.state.step)
+        if len(saved) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        run(again, quiet=True)
+    assert 0 < saved[-1] < options.steps
+    run(again, quiet=True)
+    found, wanted = (mx.load(str(folder / "model.safetensors")) for folder in (again.out, options.out))
+    assert found.keys() == wanted.keys()
+    for name in found:
+        assert mx.allclose(found[name], wanted[name], rtol=0.01, atol=1e-3).item(), name
+
+
+def test_fewer_tokens_to_draft_and_fewer_bits(trained, tmp_path):
+    """Exported again from the kept state: the selector chooses among the tokens that may be drafted."""
+    options, before = trained
+    shutil.copytree(options.out, tmp_path / "again")
+    again = run(replace(options, out=tmp_path / "again", draft_vocabulary=20, quantize=8), quiet=True)
+    assert again.facts["steps"] == before.facts["steps"]
+    read = load_drafter(tmp_path / "again", dtype=mx.float32)
+    assert len(read.config.draft_token_ids) in (20, 21)
+    assert again.facts["measured"]["mean_acceptance_length"] > 1.5
 
 
 def test_training_goes_on_from_a_dflash2_drafter(trained, tmp_path):
