@@ -64,10 +64,10 @@ def make_config(target: Target, tokenizer: Any, frame: ChatFrame, options: Train
         sliding_window=options.sliding_window,
     )
     # Blocks of the public DFlash 2 checkpoints see both ways in sliding layers, too.
-    return config if options.heads == "dflash" else replace(with_second_heads(config, options), is_causal=False)
+    return config if options.heads == "dflash" else replace(with_dflash2_parts(config, options), is_causal=False)
 
 
-def with_second_heads(config: DraftConfig, options: TrainOptions) -> DraftConfig:
+def with_dflash2_parts(config: DraftConfig, options: TrainOptions) -> DraftConfig:
     """The config of a DFlash drafter with DFlash 2's parts, in the sizes that were asked for or that suit it.
 
     Raises UsageError for sizes that do not fit.
@@ -106,7 +106,7 @@ def make_drafter(target: Target, tokenizer: Any, frame: ChatFrame, options: Trai
         check_shapes(target, drafter)
         if options.heads == "dflash2" and not drafter.config.is_dflash2:
             plain = drafter.parameters()
-            drafter = random_drafter(with_second_heads(drafter.config, options))
+            drafter = random_drafter(with_dflash2_parts(drafter.config, options))
             drafter.update(plain)
     if options.draft_vocabulary is not None and options.draft_vocabulary < drafter.config.selector_top_k:
         raise UsageError(

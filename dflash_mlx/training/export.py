@@ -37,7 +37,7 @@ def checkpoint_config(config: DraftConfig) -> dict[str, Any]:
             "block_size": config.block_size,
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
-            **second_fields(config),
+            **dflash2_fields(config),
         },
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -68,7 +68,7 @@ def kind_fields(config: DraftConfig) -> dict[str, Any]:
     return {"architectures": ["DFlash2DraftModel" if config.is_dflash2 else "DFlashDraftModel"], **said}
 
 
-def second_fields(config: DraftConfig) -> dict[str, Any]:
+def dflash2_fields(config: DraftConfig) -> dict[str, Any]:
     """The sizes of DFlash 2's parts, which are in `dflash_config`; none for DFlash."""
     return {name: getattr(config, name) for name in DFLASH2_FIELDS} if config.is_dflash2 else {}
 
@@ -90,7 +90,7 @@ def export_drafter(
     config = {key: value for key, value in config.items() if key not in _NOT_KEPT}
     nested = {key: value for key, value in (config.get("dflash_config") or {}).items() if key not in _NOT_KEPT}
     nested |= {"draft_token_ids": list(draft_token_ids)} if draft_token_ids else {}
-    config |= kind_fields(drafter.config) | {"dflash_config": nested | second_fields(drafter.config)}
+    config |= kind_fields(drafter.config) | {"dflash_config": nested | dflash2_fields(drafter.config)}
     weights = {public_name(name): x.astype(mx.bfloat16) for name, x in flat(drafter.parameters()).items()}
     mx.eval(weights)
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def model_card(facts: dict[str, Any]) -> str:
         f"{recipe['block_size']}) that lets `{target}` answer faster without changing its answers. "
         "It shares the target's embedding and vocabulary head and works with that target only.",
         "",
-        *_second_heads(recipe),
+        *_dflash2_words(recipe),
         f"    dflash-mlx generate --model {target} --draft-model DIR 'Your prompt'",
         "",
         "## Data",
@@ -196,7 +196,7 @@ def model_card(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _second_heads(recipe: dict[str, Any]) -> list[str]:
+def _dflash2_words(recipe: dict[str, Any]) -> list[str]:
     if recipe["heads"] == "dflash":
         return []
     return [

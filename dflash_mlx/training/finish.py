@@ -10,7 +10,7 @@ import dflash_mlx
 from dflash_mlx.drafters.config import DFLASH2_FIELDS
 from dflash_mlx.runtime import backend
 from dflash_mlx.training.evaluate import greedy_only
-from dflash_mlx.training.export import export_drafter, push, second_fields, write_report
+from dflash_mlx.training.export import dflash2_fields, export_drafter, push, write_report
 from dflash_mlx.training.loading import Loaded
 from dflash_mlx.training.measure import load_exported, measure_pair, open_log, summarize
 from dflash_mlx.training.options import TrainOptions
@@ -107,7 +107,7 @@ def collect_facts(
         "greedy_share": options.greedy_share,
     }
     kind = "dflash2" if config.is_dflash2 else "dflash"
-    recipe = {name: value for name, value in recipe.items() if name not in DFLASH2_FIELDS} | second_fields(config)
+    recipe = {name: value for name, value in recipe.items() if name not in DFLASH2_FIELDS} | dflash2_fields(config)
     recipe["heads"] = kind
     if options.init_from:
         recipe["init_from"] = options.init_from.name

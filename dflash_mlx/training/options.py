@@ -84,7 +84,7 @@ class TrainOptions:
     loop_share: float = 0.1
 
     # The drafter. `taps` are 0-based target layers; None places `num_taps` of them by the paper's rule. The sizes of
-    # DFlash 2's parts are chosen by those of the drafter where they are None (`config.sizes_of_heads`).
+    # DFlash 2's parts are chosen by those of the drafter where they are None (`config.with_dflash2_parts`).
     heads: Heads = "dflash"
     conv_kernel_size: int | None = None
     conv_group_size: int | None = None

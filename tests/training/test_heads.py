@@ -1,11 +1,13 @@
 """DFlash 2 heads: their loss against closed forms, their shape, and where they start from."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from cases import CASES, write_folder
 from tiny import SECOND, VOCAB, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import DraftVocabulary, Greedy
@@ -14,7 +16,7 @@ from dflash_mlx.drafters.checkpoint import load_drafter, make_drafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.errors import UsageError
 from dflash_mlx.training import TrainOptions
-from dflash_mlx.training.config import make_config, with_second_heads
+from dflash_mlx.training.config import make_config, with_dflash2_parts
 from dflash_mlx.training.config import make_drafter as start_drafter
 from dflash_mlx.training.evaluate import greedy_drafts
 from dflash_mlx.training.export import export_drafter
@@ -147,6 +149,19 @@ def test_a_new_drafter_starts_as_a_dflash_drafter(blocks):
         assert mx.allclose(found, expected, atol=1e-6).item()
 
 
+def test_tensors_and_fields_are_named_as_in_the_public_checkpoints(tmp_path):
+    public = write_folder(tmp_path / "public", CASES["second"])
+    drafter = load_drafter(public, dtype=mx.float32)
+    export_drafter(drafter, tmp_path / "ours", quantize=None)
+    ours, theirs = (mx.load(str(folder / "model.safetensors")) for folder in (tmp_path / "ours", public))
+    assert {name: x.shape for name, x in ours.items()} == {name: x.shape for name, x in theirs.items()}
+    assert load_drafter(tmp_path / "ours", dtype=mx.float32).config == drafter.config
+    raw = json.loads((tmp_path / "ours" / "config.json").read_text())
+    for name in ("architectures", "is_causal", "layer_types", "sliding_window"):
+        assert raw[name] == CASES["second"][name]
+    assert raw["dflash_config"].items() >= CASES["second"]["dflash_config"].items()
+
+
 @pytest.mark.parametrize("bits", [None, 8])
 def test_what_is_exported_is_in_the_public_layout(tmp_path, bits):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "is_causal": False}
@@ -175,7 +190,7 @@ def test_the_codes_suit_the_size_of_the_drafter(hidden, vocab, layers, rank):
         "vocab_size": vocab,
     }
     plain = replace(tiny_drafter().config, **shape)
-    config = with_second_heads(plain, options(heads="dflash2"))
+    config = with_dflash2_parts(plain, options(heads="dflash2"))
     assert (config.selector_rank, config.selector_top_k) == (rank, 16)
     assert (config.conv_kernel_size, config.conv_group_size) == (2, 16)
     others = count_parameters(make_drafter(plain).parameters())
