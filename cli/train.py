@@ -11,6 +11,8 @@ EXAMPLES = """[bold]Examples[/bold]
 
   dflash-mlx train --model ./my-fine-tune --out my-drafter --init-from ./drafter-of-the-base --minutes 20
 
+  dflash-mlx train --model ./my-model --out my-drafter --heads dflash2
+
   dflash-mlx train --pair demo --out demo-drafter --data-tokens 20000000 --minutes 30 --stop-after-minutes 9
 
   dflash-mlx train --model ./my-fine-tune --out my-drafter --show 3
@@ -57,6 +59,21 @@ def train_command(
     loop_share: Annotated[
         float, _option("--loop-share", "Largest share of answers that repeat themselves.", _DATA)
     ] = 0.1,
+    heads: Annotated[
+        str, _option("--heads", "dflash, or dflash2: convolutions in the layers and a selector of paths.", _DRAFTER)
+    ] = "dflash",
+    conv_kernel_size: Annotated[
+        int | None, _option("--conv-kernel-size", "dflash2: rows that a convolution mixes (2).", _DRAFTER)
+    ] = None,
+    conv_group_size: Annotated[
+        int | None, _option("--conv-group-size", "dflash2: channels that share a kernel's change (16).", _DRAFTER)
+    ] = None,
+    selector_rank: Annotated[
+        int | None, _option("--selector-rank", "dflash2: size of the selector's codes (32 to 256).", _DRAFTER)
+    ] = None,
+    selector_top_k: Annotated[
+        int | None, _option("--selector-top-k", "dflash2: tokens it chooses among (16).", _DRAFTER)
+    ] = None,
     layers: Annotated[int, _option("--layers", "Layers of the drafter.", _DRAFTER)] = 5,
     block_size: Annotated[int, _option("--block-size", "Anchor and drafts of a block.", _DRAFTER)] = 16,
     taps: Annotated[

@@ -41,9 +41,9 @@ def propose_path(
     previous = anchor
     steps: list[Proposal] = []
     for i in range(logits.shape[0]):
-        scores = selector.scores(unary[i], links[i], previous)
+        scores = selector.scores(unary[i : i + 1], links[i : i + 1], previous)
         few = DraftVocabulary(tokens[i], vocabulary.size)
-        steps.append(strategy.propose(scores[None], position + i, few))
+        steps.append(strategy.propose(scores, position + i, few))
         previous = steps[-1].tokens
     probs = [step.probs for step in steps if step.probs is not None]
     return Proposal(

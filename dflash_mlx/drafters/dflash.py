@@ -82,7 +82,11 @@ class DraftLayer(nn.Module):
     def __call__(
         self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, sight: Sight
     ) -> mx.array:
-        h = x + self.self_attn(self.input_layernorm(x), cache, rope, position, sight)
+        return self.around(x, lambda normed: self.self_attn(normed, cache, rope, position, sight))
+
+    def around(self, x: mx.array, attend: Callable[[mx.array], mx.array]) -> mx.array:
+        """The layer around its attention. x: (blocks, B, D); `attend` takes and returns the same shape."""
+        h = x + attend(self.input_layernorm(x))
         return h + self.mlp(self.post_attention_layernorm(h))
 
 

@@ -3,14 +3,17 @@
 The head's best tokens at each position are each likely, but need not follow one another. The selector scores each
 candidate by the one chosen before it, so that the drafts are one path. Format and figures: "Keep Drafting Parallel"
 (Inco AI, 2026) and the public checkpoints; a forward equals that of `dflash` 0.1.0.
+
+A new one drafts as a DFlash drafter does: its convolutions pass every row on, and its selector adds nothing.
 """
+
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.drafters.config import DraftConfig
-from dflash_mlx.drafters.dflash import DFlashDrafter, DraftCache, DraftLayer
-from dflash_mlx.drafters.sight import Sight
+from dflash_mlx.drafters.dflash import DFlashDrafter, DraftLayer
 
 
 class LocalConv(nn.Module):
@@ -23,12 +26,14 @@ class LocalConv(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.taps, self.group_size = config.conv_kernel_size, config.conv_group_size
-        self.base_kernel = mx.zeros((2, self.taps, config.hidden_size))
+        # The tap at the row itself is 1.
+        self.base_kernel = mx.zeros((2, self.taps, config.hidden_size)).at[:, 0].add(1.0)
         groups = config.hidden_size // config.conv_group_size
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * groups, bias=False)
+        self.kernel_projection.weight = mx.zeros_like(self.kernel_projection.weight)
 
     def kernels(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """x (1, B, D), the sublayer's normed input -> the kernels before and behind it, (taps, 1, B, D) each."""
+        """x (blocks, B, D), the sublayer's normed input -> the kernels before and behind it, (taps, *x.shape) each."""
         batch, length, _ = x.shape
         by_group = self.kernel_projection(x).reshape(batch, length, 2, self.taps, -1)
         chosen = mx.repeat(by_group, self.group_size, axis=-1).transpose(2, 3, 0, 1, 4)
@@ -49,13 +54,10 @@ class DraftLayer2(DraftLayer):
         self.attention_conv = LocalConv(config)
         self.mlp_conv = LocalConv(config)
 
-    def __call__(
-        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, sight: Sight
-    ) -> mx.array:
+    def around(self, x: mx.array, attend: Callable[[mx.array], mx.array]) -> mx.array:
         normed = self.input_layernorm(x)
         before, behind = self.attention_conv.kernels(normed)
-        attended = self.self_attn(self.attention_conv(normed, before), cache, rope, position, sight)
-        h = x + self.attention_conv(attended, behind)
+        h = x + self.attention_conv(attend(self.attention_conv(normed, before)), behind)
         normed = self.post_attention_layernorm(h)
         before, behind = self.mlp_conv.kernels(normed)
         return h + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), behind)
@@ -70,6 +72,10 @@ class PathSelector(nn.Module):
         self.predecessor_codebook = nn.Embedding(config.vocab_size, config.selector_rank)
         self.successor_codebook = nn.Embedding(config.vocab_size, config.selector_rank)
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        # Of the three factors one may be 0 and the others still learn; a successor never met keeps a score of 0. Adam
+        # changes numbers at a rate that their size does not matter for, so that large codes make scores grow fast.
+        self.predecessor_codebook.weight = mx.random.normal(self.predecessor_codebook.weight.shape)
+        self.successor_codebook.weight = mx.zeros_like(self.successor_codebook.weight)
 
     def candidates(self, logits: mx.array) -> mx.array:
         """The columns of the top_k best logits, (W, n) -> (W, top_k), in no order."""
@@ -84,12 +90,12 @@ class PathSelector(nn.Module):
         return self.hidden_projection(hidden).astype(mx.float32)[:, None] * successors
 
     def scores(self, unary: mx.array, links: mx.array, previous: mx.array) -> mx.array:
-        """Scores (top_k,) of one position's candidates behind the token `previous` (1,), in float32.
+        """Scores (W, top_k) of the positions' candidates behind the tokens `previous` (W,), in float32.
 
-        unary: (top_k,), their logits; links: (top_k, rank), the position's row of `links`.
+        unary: (W, top_k), their logits; links: (W, top_k, rank), as `links` gives them.
         """
-        code = self.predecessor_codebook(previous)[0].astype(mx.float32)
-        return unary.astype(mx.float32) + (links * code).sum(axis=-1)
+        codes = self.predecessor_codebook(previous).astype(mx.float32)
+        return unary.astype(mx.float32) + (links * codes[:, None]).sum(axis=-1)
 
 
 def best_columns(logits: mx.array, count: int, *, chunk: int = 256) -> mx.array:

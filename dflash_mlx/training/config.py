@@ -1,12 +1,14 @@
 """The shape of the drafter that a target gets."""
 
-from dataclasses import fields
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from dflash_mlx.checks import check_shapes
 from dflash_mlx.drafters.checkpoint import load_drafter
-from dflash_mlx.drafters.config import DraftConfig
+from dflash_mlx.drafters.checkpoint import make_drafter as random_drafter
+from dflash_mlx.drafters.config import DFLASH2_FIELDS, DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dialects import is_speculators
 from dflash_mlx.errors import CheckpointError, UsageError
@@ -14,6 +16,14 @@ from dflash_mlx.hub.folder import read_json
 from dflash_mlx.targets.target import Target
 from dflash_mlx.training.options import TrainOptions
 from dflash_mlx.training.template import ChatFrame
+from dflash_mlx.training.trees import count_parameters
+
+# DFlash 2's sizes in the public checkpoints, whose hidden sizes are 5,000 and more.
+_KERNEL, _GROUP, _TOP_K = 2, 16, 16
+_RANKS = (256, 128, 64, 32)
+# The selector's codebooks have two rows for each token and would be most of a small drafter for a large vocabulary, so
+# they hold at most this share of its other weights. Those of the public checkpoints hold less than a tenth.
+_CODEBOOK_SHARE = 0.25
 
 
 def default_taps(layers: int, count: int) -> tuple[int, ...]:
@@ -35,7 +45,7 @@ def make_config(target: Target, tokenizer: Any, frame: ChatFrame, options: Train
     if list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] < depth:
         raise UsageError(f"taps should be rising layer numbers from 0 to {depth - 1}; got {list(taps)}.")
     sliding = options.sliding_window is not None
-    return DraftConfig(
+    config = DraftConfig(
         hidden_size=target.hidden_size,
         intermediate_size=_feed_forward(target),
         num_hidden_layers=options.layers,
@@ -53,18 +63,56 @@ def make_config(target: Target, tokenizer: Any, frame: ChatFrame, options: Train
         layer_types=("sliding_attention" if sliding else "full_attention",) * options.layers,
         sliding_window=options.sliding_window,
     )
+    # Blocks of the public DFlash 2 checkpoints see both ways in sliding layers, too.
+    return config if options.heads == "dflash" else replace(with_dflash2_parts(config, options), is_causal=False)
+
+
+def with_dflash2_parts(config: DraftConfig, options: TrainOptions) -> DraftConfig:
+    """The config of a DFlash drafter with DFlash 2's parts, in the sizes that were asked for or that suit it.
+
+    Raises UsageError for sizes that do not fit.
+    """
+    others = count_parameters(random_drafter(config).parameters())
+    rank = next((r for r in _RANKS if 2 * config.vocab_size * r <= _CODEBOOK_SHARE * others), _RANKS[-1])
+    second = replace(
+        config,
+        conv_kernel_size=options.conv_kernel_size or _KERNEL,
+        conv_group_size=options.conv_group_size or math.gcd(config.hidden_size, _GROUP),
+        selector_rank=options.selector_rank or rank,
+        selector_top_k=options.selector_top_k or min(_TOP_K, config.vocab_size),
+    )
+    if second.hidden_size % second.conv_group_size:
+        raise UsageError(
+            f"conv-group-size should divide the hidden size {second.hidden_size}; got {second.conv_group_size}."
+        )
+    if second.selector_top_k > second.vocab_size:
+        raise UsageError(
+            f"selector-top-k should be at most the {second.vocab_size} tokens there are; got {second.selector_top_k}."
+        )
+    return second
 
 
 def make_drafter(target: Target, tokenizer: Any, frame: ChatFrame, options: TrainOptions) -> DFlashDrafter:
     """A new drafter, or a copy of the one in `options.init_from`, whose shape then counts.
 
-    Raises UsageError where the options ask for another shape, PairError where it does not fit the target.
+    A DFlash drafter may be given DFlash 2's parts, with which it drafts at first as without. Raises UsageError where
+    the options ask for another shape, PairError where it does not fit the target.
     """
     if options.init_from is None:
-        return DFlashDrafter(make_config(target, tokenizer, frame, options))
-    drafter = warm_start(options.init_from)
-    refuse_other_shape(drafter.config, options)
-    check_shapes(target, drafter)
+        drafter = random_drafter(make_config(target, tokenizer, frame, options))
+    else:
+        drafter = warm_start(options.init_from)
+        refuse_other_shape(drafter.config, options)
+        check_shapes(target, drafter)
+        if options.heads == "dflash2" and not drafter.config.is_dflash2:
+            plain = drafter.parameters()
+            drafter = random_drafter(with_dflash2_parts(drafter.config, options))
+            drafter.update(plain)
+    if options.draft_vocabulary is not None and options.draft_vocabulary < drafter.config.selector_top_k:
+        raise UsageError(
+            f"draft-vocabulary should be at least the {drafter.config.selector_top_k} tokens that the selector chooses "
+            f"among; got {options.draft_vocabulary}."
+        )
     return drafter
 
 
@@ -78,6 +126,8 @@ def refuse_other_shape(config: DraftConfig, options: TrainOptions) -> None:
         "sliding_window": config.sliding_window,
         "mask_token": config.mask_token_id,
     }
+    if config.is_dflash2:
+        held |= {name: getattr(config, name) for name in DFLASH2_FIELDS}
     defaults = {field.name: field.default for field in fields(options)}
     conflicts = []
     for name, value in held.items():
@@ -107,10 +157,10 @@ def warm_start(folder: Path) -> DFlashDrafter:
             "Convert it first: dflash-mlx convert DRAFTER NEW_FOLDER --to zlab."
         )
     config = drafter.config
-    if config.is_dflash2 or config.own_head or config.own_mask_embedding:
+    if config.own_head or config.own_mask_embedding:
         raise CheckpointError(
-            f"the drafter in {folder} is a DFlash 2 drafter or has a head or mask row of its own; training knows plain "
-            "DFlash drafters. Start from one of those, or train without --init-from."
+            f"the drafter in {folder} has a head or mask row of its own; training knows drafters that use the "
+            "target's. Start from one of those, or train without --init-from."
         )
     return drafter
 

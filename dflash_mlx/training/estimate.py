@@ -45,14 +45,12 @@ def estimate(
     # Masters, two moments and gradients in float32, and a copy in the compute dtype.
     fixed += parameters * (16 + itemsize)
     chunk_bytes = min(_MOST_CHUNK_BYTES, _CHUNK_BYTES * memory_bytes)
-    chunk = max(64, int(chunk_bytes / (target.vocab_size * (8 + 2 * itemsize))))
+    # Logits and their gradient, and float32 values of them; to find DFlash 2's candidates they are copied once more.
+    row_bytes = target.vocab_size * (8 + (3 if drafter.config.is_dflash2 else 2) * itemsize)
+    chunk = max(64, int(chunk_bytes / row_bytes))
     rows = options.micro_batch or options.batch_size
     while True:
-        needed = (
-            fixed
-            + chunk * target.vocab_size * (8 + 2 * itemsize)
-            + _activations(drafter.config, target, options, rows, itemsize)
-        )
+        needed = fixed + chunk * row_bytes + _activations(drafter.config, target, options, rows, itemsize)
         if needed <= _USABLE * memory_bytes or rows == 1 or options.micro_batch is not None:
             break
         rows = max(r for r in range(1, rows) if options.batch_size % r == 0)
@@ -79,6 +77,9 @@ def _activations(config: DraftConfig, target: Target, options: TrainOptions, row
     heads = config.num_attention_heads
     scores = 3.0 * block_rows * heads * (options.max_length + config.block_size)
     streams = block_rows * (10.0 * config.hidden_size + 4 * config.intermediate_size + 4 * heads * config.head_dim)
+    if config.is_dflash2:
+        # Around both sublayers: the kernels before and behind it, and what their taps are multiplied with and give.
+        streams += block_rows * 2.0 * (4 * config.conv_kernel_size + 4) * config.hidden_size
     context = rows * options.max_length * (config.feature_size + 8.0 * config.num_key_value_heads * config.head_dim)
     through_target = rows * options.max_length * 12.0 * target.hidden_size
     through_target += 2.0 * rows * heads * options.max_length**2

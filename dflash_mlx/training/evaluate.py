@@ -7,9 +7,11 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.targets.target import Target
 from dflash_mlx.training.batches import LENGTH_STEP, candidates, padded_length, usable
 from dflash_mlx.training.forward import draft_hidden, target_features
+from dflash_mlx.training.selector import walk
 from dflash_mlx.training.store import Conversation
 
 # Anchors of a sequence are drafted this many at a time, so that a few shapes serve all lengths.
@@ -52,14 +54,28 @@ def draft_all(
         anchors = np.zeros((1, _ANCHORS), np.int32)
         part = positions[at : at + _ANCHORS]
         anchors[0, : len(part)] = part
-        hidden = draft_hidden(drafter, target.embed, features, mx.array(row[0][anchors]), mx.array(anchors))[0, :, 1:]
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        best = [
-            mx.argmax(drafter.adjust_logits(target.head(rows[i : i + chunk])), axis=-1)
-            for i in range(0, rows.shape[0], chunk)
-        ]
-        drafted.append(mx.concatenate(best).reshape(hidden.shape[:2])[: len(part)])
+        anchor_tokens = mx.array(row[0][anchors])
+        hidden = draft_hidden(drafter, target.embed, features, anchor_tokens, mx.array(anchors))[0, :, 1:]
+        drafted.append(greedy_drafts(target, drafter, hidden, anchor_tokens[0], chunk=chunk)[: len(part)])
     return np.array(mx.concatenate(drafted))
+
+
+def greedy_drafts(
+    target: Target, drafter: DFlashDrafter, hidden: mx.array, anchor_tokens: mx.array, *, chunk: int
+) -> mx.array:
+    """The drafts (A, W) of blocks with hidden states (A, W, D) behind anchor_tokens (A,), as the decode loop's.
+
+    The logits live `chunk` rows at a time.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    selector = drafter.candidate_selector if isinstance(drafter, DFlash2Drafter) else None
+    parts = []
+    for at in range(0, rows.shape[0], chunk):
+        logits = drafter.adjust_logits(target.head(rows[at : at + chunk]))
+        columns = mx.argmax(logits, axis=-1, keepdims=True) if selector is None else selector.candidates(logits)
+        parts.append((columns, mx.take_along_axis(logits, columns, axis=-1)))
+    columns, unary = (mx.concatenate(list(part)).reshape(*hidden.shape[:2], -1) for part in zip(*parts, strict=True))
+    return columns[..., 0] if selector is None else walk(selector, hidden, columns, unary, anchor_tokens)
 
 
 def replay(

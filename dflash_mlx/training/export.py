@@ -7,7 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.config import DraftConfig
+from dflash_mlx.drafters.checkpoint import CODEBOOKS
+from dflash_mlx.drafters.config import DFLASH2_FIELDS, DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.hub.quantize import quantize_drafter
@@ -19,6 +20,7 @@ from dflash_mlx.training.trees import flat
 PUBLIC_FILES = ("config.json", "model.safetensors", "README.md", "curves.svg", "train.json")
 # What another checkpoint's config.json says about its own export.
 _NOT_KEPT = ("quantization", "quantization_config", "draft_token_ids")
+_KINDS = {"dflash": "DFlash", "dflash2": "DFlash 2"}
 
 
 def checkpoint_config(config: DraftConfig) -> dict[str, Any]:
@@ -28,13 +30,14 @@ def checkpoint_config(config: DraftConfig) -> dict[str, Any]:
     """
     sliding = config.sliding_window is not None
     return {
-        "architectures": ["DFlashDraftModel"],
+        **kind_fields(config),
         "model_type": "qwen3",
         "block_size": config.block_size,
         "dflash_config": {
             "block_size": config.block_size,
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
+            **dflash2_fields(config),
         },
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -59,6 +62,17 @@ def checkpoint_config(config: DraftConfig) -> dict[str, Any]:
     }
 
 
+def kind_fields(config: DraftConfig) -> dict[str, Any]:
+    """What tells DFlash 2 from DFlash in a config.json, at its top."""
+    said = {} if config.is_causal is None else {"is_causal": config.is_causal}
+    return {"architectures": ["DFlash2DraftModel" if config.is_dflash2 else "DFlashDraftModel"], **said}
+
+
+def dflash2_fields(config: DraftConfig) -> dict[str, Any]:
+    """The sizes of DFlash 2's parts, which are in `dflash_config`; none for DFlash."""
+    return {name: getattr(config, name) for name in DFLASH2_FIELDS} if config.is_dflash2 else {}
+
+
 def export_drafter(
     drafter: DFlashDrafter,
     folder: Path,
@@ -69,14 +83,15 @@ def export_drafter(
 ) -> None:
     """Write config.json and model.safetensors (bfloat16, or `quantize` bits) to `folder`.
 
-    config: the config.json to keep, for a drafter that came from another checkpoint. draft_token_ids: the only tokens
-    to draft; empty for all.
+    config: the config.json to keep, for a drafter that came from another checkpoint, whatever parts it has gained.
+    draft_token_ids: the only tokens to draft; empty for all.
     """
     config = config or checkpoint_config(drafter.config)
     config = {key: value for key, value in config.items() if key not in _NOT_KEPT}
     nested = {key: value for key, value in (config.get("dflash_config") or {}).items() if key not in _NOT_KEPT}
-    config["dflash_config"] = nested | ({"draft_token_ids": list(draft_token_ids)} if draft_token_ids else {})
-    weights = {name: x.astype(mx.bfloat16) for name, x in flat(drafter.parameters()).items()}
+    nested |= {"draft_token_ids": list(draft_token_ids)} if draft_token_ids else {}
+    config |= kind_fields(drafter.config) | {"dflash_config": nested | dflash2_fields(drafter.config)}
+    weights = {public_name(name): x.astype(mx.bfloat16) for name, x in flat(drafter.parameters()).items()}
     mx.eval(weights)
     folder.mkdir(parents=True, exist_ok=True)
     if quantize is None:
@@ -98,9 +113,16 @@ def export_drafter(
     plain.rmdir()
 
 
+def public_name(name: str) -> str:
+    """A tensor's name in the public checkpoints, where the selector's codebooks are not modules."""
+    stem = name.removesuffix(".weight")
+    return stem if stem in CODEBOOKS else name
+
+
 def _group_size(drafter: DFlashDrafter) -> int:
-    """The largest of MLX's group sizes that divides the rows of every matrix."""
-    widths = {int(x.shape[1]) for x in flat(drafter.parameters()).values() if x.ndim == 2}
+    """The largest of MLX's group sizes that divides the rows of every matrix; codebooks are not quantized."""
+    matrices = (x for name, x in flat(drafter.parameters()).items() if x.ndim == 2 and public_name(name) == name)
+    widths = {int(x.shape[1]) for x in matrices}
     for size in (64, 32):
         if all(width % size == 0 for width in widths):
             return size
@@ -137,12 +159,13 @@ def model_card(facts: dict[str, Any]) -> str:
         "tags: [dflash, speculative-decoding, mlx]",
         "---",
         "",
-        f"# A DFlash drafter for {target}",
+        f"# A {_KINDS[recipe['heads']]} drafter for {target}",
         "",
         f"A block-diffusion drafter ({facts['parameters'] / 1e6:.1f}M parameters, {recipe['layers']} layers, blocks of "
         f"{recipe['block_size']}) that lets `{target}` answer faster without changing its answers. "
         "It shares the target's embedding and vocabulary head and works with that target only.",
         "",
+        *_dflash2_words(recipe),
         f"    dflash-mlx generate --model {target} --draft-model DIR 'Your prompt'",
         "",
         "## Data",
@@ -171,6 +194,17 @@ def model_card(facts: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _dflash2_words(recipe: dict[str, Any]) -> list[str]:
+    if recipe["heads"] == "dflash":
+        return []
+    return [
+        f"Convolutions over {recipe['conv_kernel_size']} rows mix the places of a block in each layer, and a selector "
+        f"(codes of {recipe['selector_rank']} numbers) chooses each draft among the head's best "
+        f"{recipe['selector_top_k']} tokens by the draft before it.",
+        "",
+    ]
 
 
 def _figures(facts: dict[str, Any]) -> list[str]:

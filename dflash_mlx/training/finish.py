@@ -7,9 +7,10 @@ from typing import Any
 import mlx.core as mx
 
 import dflash_mlx
+from dflash_mlx.drafters.config import DFLASH2_FIELDS
 from dflash_mlx.runtime import backend
 from dflash_mlx.training.evaluate import greedy_only
-from dflash_mlx.training.export import export_drafter, push, write_report
+from dflash_mlx.training.export import dflash2_fields, export_drafter, push, write_report
 from dflash_mlx.training.loading import Loaded
 from dflash_mlx.training.measure import load_exported, measure_pair, open_log, summarize
 from dflash_mlx.training.options import TrainOptions
@@ -43,6 +44,7 @@ def finish(
             options.draft_vocabulary,
             eos_ids=loaded.frame.eos_ids,
             vocab_size=loaded.target.vocab_size,
+            least=trainer.drafter.config.selector_top_k,
         )
     held = greedy_only(held, max(options.measure, options.eval_conversations), options.max_length)
     with Progress("measure", quiet=quiet) as progress:
@@ -104,6 +106,9 @@ def collect_facts(
         "max_length": options.max_length,
         "greedy_share": options.greedy_share,
     }
+    kind = "dflash2" if config.is_dflash2 else "dflash"
+    recipe = {name: value for name, value in recipe.items() if name not in DFLASH2_FIELDS} | dflash2_fields(config)
+    recipe["heads"] = kind
     if options.init_from:
         recipe["init_from"] = options.init_from.name
     return {

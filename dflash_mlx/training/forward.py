@@ -6,6 +6,7 @@ parts joined in one softmax, context (A * K rows by T) and block (K by K), inste
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,9 +57,10 @@ def draft_hidden(
     for i, layer in enumerate(drafter.layers):
         window = config.sliding_window if config.layer_is_sliding(i) else None
         seen = visible(anchors, features.shape[1], config.block_size, causal=config.layer_is_causal(i), window=window)
-        x = layer.input_layernorm(h)
-        h = h + block_attention(layer.self_attn, x, context, drafter.rope_of(i), anchors, seen)
-        h = h + layer.mlp(layer.post_attention_layernorm(h))
+        attend = partial(
+            block_attention, layer.self_attn, context=context, rope=drafter.rope_of(i), anchors=anchors, seen=seen
+        )
+        h = layer.around(h, attend)
     return drafter.norm(h).reshape(batch, count, config.block_size, -1)
 
 

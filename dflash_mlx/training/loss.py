@@ -6,6 +6,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 Head = Callable[[mx.array], mx.array]
+Candidates = Callable[[mx.array], mx.array]
 
 
 def dpace_weights(probs: mx.array, valid: mx.array, alpha: float) -> mx.array:
@@ -40,30 +41,43 @@ def token_losses(head: Head, hidden: mx.array, labels: mx.array, *, chunk: int) 
 
     Logits are computed in the compute dtype, their normalizer in float32. The backward pass computes them again.
     """
-    loss = _recomputed_loss(head)
+    return candidate_losses(head, None, hidden, labels, chunk=chunk)[0]
+
+
+def candidate_losses(
+    head: Head, candidates: Candidates | None, hidden: mx.array, labels: mx.array, *, chunk: int
+) -> tuple[mx.array, ...]:
+    """`token_losses` (N,) and, from the same logits, `candidates` of them (N, top_k) and their logits (N, top_k).
+
+    What is said of candidates has no gradient. With None for `candidates`, the losses alone.
+    """
+    loss = _recomputed_loss(head, candidates)
     rows = hidden.shape[0]
     parts = [loss(hidden[at : at + chunk], labels[at : at + chunk]) for at in range(0, rows, chunk)]
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return parts[0] if len(parts) == 1 else tuple(mx.concatenate(list(part)) for part in zip(*parts, strict=True))
 
 
-def _recomputed_loss(head: Head) -> Callable[[mx.array, mx.array], mx.array]:
+def _recomputed_loss(head: Head, candidates: Candidates | None) -> Callable[[mx.array, mx.array], tuple[mx.array, ...]]:
     @mx.custom_function
-    def loss(hidden: mx.array, labels: mx.array) -> mx.array:
+    def loss(hidden: mx.array, labels: mx.array) -> tuple[mx.array, ...]:
         logits = head(hidden)
-        normalizer = mx.logsumexp(logits.astype(mx.float32), axis=-1)
-        return normalizer - _pick(logits, labels)
+        losses = mx.logsumexp(logits.astype(mx.float32), axis=-1) - _pick(logits, labels)
+        if candidates is None:
+            return (losses,)
+        columns = candidates(logits)
+        return losses, columns, mx.take_along_axis(logits, columns, axis=-1)
 
     @loss.vjp
-    def loss_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
+    def loss_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
         hidden, labels = primals
         logits = head(hidden)
-        normalizer = output + _pick(logits, labels)
+        normalizer = outputs[0] + _pick(logits, labels)
         columns = mx.arange(logits.shape[-1], dtype=labels.dtype)[None]
-        wrong = _logits_gradient(logits, normalizer[:, None], labels[:, None], columns, cotangent[:, None])
+        wrong = _logits_gradient(logits, normalizer[:, None], labels[:, None], columns, cotangents[0][:, None])
         _, (gradient,) = mx.vjp(head, [hidden], [wrong])
         return gradient, mx.zeros_like(labels)
 
-    return cast(Callable[[mx.array, mx.array], mx.array], loss)
+    return cast(Callable[[mx.array, mx.array], tuple[mx.array, ...]], loss)
 
 
 def _gradient(
@@ -82,7 +96,12 @@ def _pick(logits: mx.array, labels: mx.array) -> mx.array:
     return mx.take_along_axis(logits, labels[:, None], axis=-1)[:, 0].astype(mx.float32)
 
 
-def weighted_loss(losses: mx.array, valid: mx.array, *, kind: str, alpha: float, gamma: float) -> mx.array:
-    """The mean of losses (B, A, K - 1) by the weights of `kind`, "dpace" or "decay"."""
+def weighted_loss(
+    losses: mx.array, valid: mx.array, *, kind: str, alpha: float, gamma: float, more: mx.array | None = None
+) -> mx.array:
+    """The mean of losses (B, A, K - 1) by the weights of `kind`, "dpace" or "decay".
+
+    more: further losses of the same shape, added with the same weights; D-PACE's are by `losses` alone.
+    """
     weights = dpace_weights(mx.exp(-losses), valid, alpha) if kind == "dpace" else decay_weights(valid, gamma)
-    return (losses * weights).sum() / mx.maximum(weights.sum(), 1.0)
+    return ((losses if more is None else losses + more) * weights).sum() / mx.maximum(weights.sum(), 1.0)

@@ -35,7 +35,10 @@ class MatchedMuon(optim.Muon):
 
 
 def make_optimizer(options: TrainOptions) -> optim.Optimizer:
-    """AdamW, or Muon for matrices with AdamW for the rest. The learning rate is set at each step."""
+    """AdamW, or Muon for matrices with AdamW for the rest. The learning rate is set at each step.
+
+    Codebooks are tables, of which a step moves some rows: they are AdamW's, too.
+    """
     adamw = optim.AdamW(
         learning_rate=options.learning_rate,
         betas=[0.9, 0.95],
@@ -45,7 +48,7 @@ def make_optimizer(options: TrainOptions) -> optim.Optimizer:
     if options.optimizer == "adamw":
         return adamw
     muon = MatchedMuon(learning_rate=options.learning_rate, weight_decay=options.weight_decay)
-    return optim.MultiOptimizer([muon, adamw], [lambda name, weight: weight.ndim == 2])
+    return optim.MultiOptimizer([muon, adamw], [lambda name, weight: weight.ndim == 2 and "codebook" not in name])
 
 
 def learning_rate(options: TrainOptions, *, share: float, step: int) -> float:

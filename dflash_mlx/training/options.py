@@ -5,11 +5,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dflash_mlx.drafters.config import DFLASH2_FIELDS
 from dflash_mlx.errors import UsageError
 
 Thinking = Literal["auto", "on", "off"]
 Optimizer = Literal["adamw", "muon"]
 Weights = Literal["dpace", "decay"]
+Heads = Literal["dflash", "dflash2"]
 
 # Options that decide what a stage makes. A rerun with other values cannot continue that stage's state; budgets,
 # batch sizes of the device and the like are free to change.
@@ -27,6 +29,8 @@ _DATA_KEYS = (
     "seed",
 )
 _TRAINING_KEYS = (
+    "heads",
+    *DFLASH2_FIELDS,
     "layers",
     "block_size",
     "taps",
@@ -79,7 +83,13 @@ class TrainOptions:
     thinking: Thinking = "auto"
     loop_share: float = 0.1
 
-    # The drafter. `taps` are 0-based target layers; None places `num_taps` of them by the paper's rule.
+    # The drafter. `taps` are 0-based target layers; None places `num_taps` of them by the paper's rule. The sizes of
+    # DFlash 2's parts are chosen by those of the drafter where they are None (`config.with_dflash2_parts`).
+    heads: Heads = "dflash"
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
     layers: int = 5
     block_size: int = 16
     taps: tuple[int, ...] | None = None
@@ -164,11 +174,16 @@ class TrainOptions:
         for name in (
             *("minutes", "steps", "learning_rate", "batch_size", "micro_batch", "anchors", "gamma", "clip"),
             *("sliding_window", "stop_after_minutes", "checkpoint_seconds", "eval_seconds", "eval_conversations"),
-            *("measure_tokens", "draft_vocabulary"),
+            *("measure_tokens", "draft_vocabulary", *DFLASH2_FIELDS),
         ):
             _require_positive(self, name)
         if self.micro_batch is not None and self.batch_size % self.micro_batch:
             raise UsageError(f"micro-batch should divide the batch size {self.batch_size}; got {self.micro_batch}.")
+        if self.heads not in ("dflash", "dflash2"):
+            raise UsageError(f"heads should be dflash or dflash2; got {self.heads!r}.")
+        sizes = [f"--{name.replace('_', '-')}" for name in DFLASH2_FIELDS if getattr(self, name) is not None]
+        if sizes and self.heads == "dflash":
+            raise UsageError(f"{' and '.join(sizes)} can only be chosen with --heads dflash2.")
         if self.optimizer not in ("adamw", "muon"):
             raise UsageError(f"optimizer should be adamw or muon; got {self.optimizer!r}.")
         if self.weights not in ("dpace", "decay"):

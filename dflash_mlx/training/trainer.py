@@ -12,15 +12,17 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.targets.target import Target
 from dflash_mlx.training.batches import Batch, Place, Prefetch, training_batches
 from dflash_mlx.training.checkpoint import TrainState, budget_share, save_state, weights
 from dflash_mlx.training.evaluate import Replay, replay
 from dflash_mlx.training.forward import draft_hidden, target_features
-from dflash_mlx.training.loss import labels_of, token_losses, weighted_loss
+from dflash_mlx.training.loss import candidate_losses, labels_of, weighted_loss
 from dflash_mlx.training.optimizers import learning_rate, make_optimizer
 from dflash_mlx.training.options import TrainOptions
 from dflash_mlx.training.progress import Progress
+from dflash_mlx.training.selector import SHARE, previous_tokens, selector_losses
 from dflash_mlx.training.store import Conversation
 from dflash_mlx.training.trees import Tree
 
@@ -219,6 +221,8 @@ def block_loss(
 ) -> mx.array:
     """The training loss of the drafter with `parameters` (in the compute dtype) given the target's features.
 
+    That of DFlash 2 holds its selector's, too (`training/selector.py`).
+
     features: (B, T, taps * D); tokens: (B, T); anchors, ends: (B, A).
     """
     drafter.update(parameters)
@@ -226,13 +230,29 @@ def block_loss(
     labels, valid = labels_of(tokens, anchors, ends, block)
     anchor_tokens = mx.take_along_axis(tokens, anchors, axis=1)
     hidden = draft_hidden(drafter, target.embed, features, anchor_tokens, anchors)[:, :, 1:]
-    losses = token_losses(
+    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    selector = drafter.candidate_selector if isinstance(drafter, DFlash2Drafter) else None
+    losses, *best = candidate_losses(
         lambda h: drafter.adjust_logits(target.head(h)),
-        hidden.reshape(-1, hidden.shape[-1]),
-        labels.reshape(-1),
+        None if selector is None else selector.candidates,
+        rows,
+        wanted,
         chunk=chunk,
-    ).reshape(labels.shape)
-    return weighted_loss(losses, valid, kind=options.weights, alpha=options.alpha, gamma=options.decay(block))
+    )
+    more = None
+    if selector is not None:
+        columns, unary = best
+        previous = previous_tokens(anchor_tokens, labels).reshape(-1)
+        chosen = selector_losses(selector, rows, columns, unary, previous, wanted, chunk=chunk)
+        more = SHARE * chosen.reshape(labels.shape)
+    return weighted_loss(
+        losses.reshape(labels.shape),
+        valid,
+        kind=options.weights,
+        alpha=options.alpha,
+        gamma=options.decay(block),
+        more=more,
+    )
 
 
 def _number(x: mx.array) -> float:

@@ -33,11 +33,12 @@ def choose_tokens(
     *,
     eos_ids: Iterable[int],
     vocab_size: int,
+    least: int = 0,
 ) -> ChosenTokens:
     """The `count` tokens that are most frequent in the training answers, and the end-of-sequence tokens.
 
     Fewer where the answers use fewer; of equally frequent ones the lower ids. Raises UsageError for a `count` that
-    leaves nothing out.
+    leaves nothing out, and where fewer than `least` are found.
     """
     if not 0 < count < vocab_size:
         raise UsageError(
@@ -47,6 +48,11 @@ def choose_tokens(
     used = count_answers(training, vocab_size)
     best = np.argsort(-used, kind="stable")[:count]
     ids = sorted({*best[used[best] > 0].tolist(), *(i for i in eos_ids if 0 <= i < vocab_size)})
+    if len(ids) < least:
+        raise UsageError(
+            f"the answers use {len(ids)} different tokens and the drafter's selector chooses among {least}. "
+            "Leave --draft-vocabulary out."
+        )
     held = count_answers(held_out, vocab_size)
     return ChosenTokens(tuple(ids), _share(used, ids), _share(held, ids))
 

@@ -5,7 +5,7 @@ from collections import namedtuple
 from dataclasses import replace
 
 import pytest
-from tiny import VOCAB, tiny_drafter
+from tiny import SECOND, VOCAB, tiny_drafter
 
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.training import TrainOptions, run
@@ -50,6 +50,14 @@ def test_memory_grows_with_what_is_asked_for(loaded, options):
     for more in ({"anchors": 64}, {"max_length": 512}, {"micro_batch": 8}):
         assert plan(loaded, replace(options, **more)).memory > small
     assert small > 16 * count_parameters(tiny_drafter().parameters())
+
+
+def test_dflash2_heads_take_more(loaded, options):
+    second = estimate(loaded.target, tiny_drafter(**SECOND), options, memory_bytes=16 * GB, itemsize=4)
+    first = plan(loaded, options)
+    more = second.parameters - first.parameters
+    assert more == count_parameters(tiny_drafter(**SECOND).parameters()) - count_parameters(tiny_drafter().parameters())
+    assert second.memory > first.memory + 20 * more
 
 
 def test_what_cannot_fit_the_memory_is_refused(loaded, options):

@@ -96,6 +96,8 @@ def test_the_most_frequent_tokens_of_the_answers_are_chosen():
     assert choose_tokens(training, held, 2, eos_ids={2}, vocab_size=10).ids == (2, 3, 4)
     # No more than the answers use.
     assert choose_tokens(training, held, 8, eos_ids={2}, vocab_size=10).ids == (1, 2, 3, 4, 7)
+    with pytest.raises(UsageError, match="use 5 different tokens and the drafter's selector chooses among 6"):
+        choose_tokens(training, held, 8, eos_ids={2}, vocab_size=10, least=6)
     with pytest.raises(UsageError, match="from 1 to 9"):
         choose_tokens(training, held, 10, eos_ids={2}, vocab_size=10)
 

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny import HIDDEN, VOCAB, tiny_drafter, tiny_target
+from tiny import HIDDEN, SECOND, VOCAB, tiny_drafter, tiny_target
 from tiny_families import family_target
 
 from dflash_mlx.training.checkpoint import fresh_state, load_state, save_state, weights
@@ -28,6 +28,14 @@ KINDS = {
         }
     },
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    "second": SECOND,
+    "second, narrow": {
+        **SECOND,
+        "conv_kernel_size": 3,
+        "layer_types": ("sliding_attention",) * 2,
+        "sliding_window": 3,
+        "is_causal": False,
+    },
 }
 
 
@@ -70,7 +78,7 @@ def loss_inputs(target, tokens, drafter):
     return features, anchors, ends
 
 
-@pytest.mark.parametrize("kind", ["full", "sliding", "causal"])
+@pytest.mark.parametrize("kind", ["full", "sliding", "causal", "second"])
 def test_features_at_or_behind_an_anchor_have_no_gradient(target, tokens, kind):
     drafter = tiny_drafter(block_size=BLOCK, **KINDS[kind])
     features, anchors, ends = loss_inputs(target, tokens, drafter)
@@ -94,8 +102,9 @@ def test_features_at_or_behind_an_anchor_have_no_gradient(target, tokens, kind):
             assert (gradient[row, :anchor] > 0).all()
 
 
-def test_blocks_do_not_see_each_others_tokens(target, tokens):
-    drafter = tiny_drafter(block_size=BLOCK)
+@pytest.mark.parametrize("kind", ["full", "second"])
+def test_blocks_do_not_see_each_others_tokens(target, tokens, kind):
+    drafter = tiny_drafter(block_size=BLOCK, **KINDS[kind])
     features, anchors, _ = loss_inputs(target, tokens, drafter)
     ids = mx.take_along_axis(tokens, anchors, axis=1)
     embedded = target.embed(mx.arange(VOCAB))
@@ -114,9 +123,10 @@ def test_blocks_do_not_see_each_others_tokens(target, tokens):
     assert (gradient[1:] == 0).all()
 
 
-def test_later_tokens_only_matter_as_labels(target, tokens):
+@pytest.mark.parametrize("kind", ["full", "second"])
+def test_later_tokens_only_matter_as_labels(target, tokens, kind):
     """Changing the text from an anchor's successor on leaves the block's hidden states bit for bit."""
-    drafter = tiny_drafter(block_size=BLOCK)
+    drafter = tiny_drafter(block_size=BLOCK, **KINDS[kind])
     anchors = mx.array([[12], [12]])
     changed = mx.concatenate([tokens[:, :13], (tokens[:, 13:] + 1) % VOCAB], axis=1)
     results = []

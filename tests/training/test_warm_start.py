@@ -5,6 +5,7 @@ import pytest
 from cases import CASES, write_folder
 
 from dflash_mlx.drafters.convert import convert_drafter
+from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.training.config import warm_start
 
@@ -14,9 +15,10 @@ def test_plain_drafters(tmp_path):
     assert drafter.dtype == mx.float32
 
 
-def test_dflash2_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="training knows plain DFlash drafters"):
-        warm_start(write_folder(tmp_path, CASES["second"]))
+def test_dflash2_drafters(tmp_path):
+    drafter = warm_start(write_folder(tmp_path, CASES["second"]))
+    assert isinstance(drafter, DFlash2Drafter)
+    assert drafter.dtype == mx.float32
 
 
 def test_the_layout_of_speculators_is_converted_first(tmp_path):
