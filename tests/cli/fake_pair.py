@@ -79,6 +79,7 @@ def stream_generate(
     session: FakeSession | None = None,
     draft: bool = True,
     width: int | None = None,
+    constraint: Any = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Iterator[Any]:
     """Three words a round, two rounds. $FAKE_DELAY is seconds a round, $FAKE_ROUNDS their number."""
@@ -129,6 +130,7 @@ def _rounds(
             num_accepted=len(words) - 1,
             width=4,
             notice="drafting paused: a test" if index == 1 else None,
+            logprobs=[],
             to_json=lambda totals=totals, found=json_acceptance: {**totals, "acceptance": found},
         )
         if last:
