@@ -119,10 +119,11 @@ def plan_source(tokenizer: Any, frame: ChatFrame, options: TrainOptions, *, rows
 
     def plan(index: int, rng: np.random.Generator) -> Plan:
         del index
-        begun = rng.random(rows) < options.topics_share
         chosen = rng.integers(0, len(openings), rows)
+        temperatures = _temperatures(rows, options.greedy_share, rng)
+        begun = rng.random(rows) < options.topics_share
         starts = [openings[i] if given else free for i, given in zip(chosen, begun, strict=True)]
-        return Plan(starts, True, _temperatures(rows, options.greedy_share, rng))
+        return Plan(starts, True, temperatures)
 
     return plan
 
