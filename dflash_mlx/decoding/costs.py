@@ -25,6 +25,8 @@ _PROMPT_TOKENS = 64
 # Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and `_SECONDS_A_WIDTH`.
 _WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 24
 _SECONDS_A_WIDTH = 0.08
+# A round this much slower than a wider one was disturbed.
+_DISTURBED = 1.25
 # Measuring stops after about this long; widths not reached are interpolated.
 _SECONDS_TO_SPEND = 4.0
 
@@ -49,8 +51,18 @@ def load_or_measure(
     if report is not None:
         report("measuring this machine (once for this pair)", None)
     costs = measure(target, drafter, block_size=block_size)
-    _store(path, costs)
+    if not plausible(costs):
+        costs = measure(target, drafter, block_size=block_size)
+    # What other work on the machine has spoilt serves for now, and is not remembered.
+    if plausible(costs):
+        _store(path, costs)
     return costs
+
+
+def plausible(costs: RoundCosts) -> bool:
+    """Whether no round is measured as much slower than a wider one, which would be other programs' doing."""
+    seconds = [costs.round_seconds[width] for width in sorted(costs.round_seconds)]
+    return all(narrow <= _DISTURBED * wide for i, narrow in enumerate(seconds) for wide in seconds[i + 1 :])
 
 
 def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> RoundCosts:

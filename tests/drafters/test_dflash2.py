@@ -118,7 +118,7 @@ def pair():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=pytest.mark.long) for case in range(1, len(CASES)))])
 def test_rejection_sampling_keeps_the_targets_distribution(pair, case):
     params = CASES[case]
     strategy = Rejection(params, seed=40 + case)
