@@ -59,7 +59,7 @@ def test_a_failed_upload_keeps_the_folder(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.model
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_at_any_moment_there_is_no_half_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DFLASH_MLX_HOME")  # the demo target that is on this disk already
     chance = random.Random(1)
@@ -83,7 +83,7 @@ def test_killed_at_any_moment_there_is_no_half_model(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.model
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quantized_target_generates_and_finds_its_drafter(run, tmp_path, monkeypatch):
     monkeypatch.delenv("DFLASH_MLX_HOME")
     out = tmp_path / "demo-4bit"

@@ -126,7 +126,7 @@ def test_rejection_sampling_keeps_the_targets_distribution(pair, case):
     assert chi_square_p(counts, exact_joint(pair[0], params), RUNS) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_width_chosen_by_confidence_does_not_bias_sampling(pair):
     params = CASES[0]
     strategy, policy = Rejection(params, seed=9), Confident(0.45)

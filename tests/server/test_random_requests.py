@@ -67,7 +67,7 @@ def check(pair, count, *, width=None):
         assert logprobs_of(drafted) == pytest.approx(logprobs_of(plain), abs=1e-3), request
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.long)])
 def test_tiny_models(count):
     check(make_templated_pair(), count, width=5)
 

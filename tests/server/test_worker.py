@@ -313,7 +313,7 @@ def test_jobs_may_come_before_the_worker_is_ready(pair):
     worker.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_stays_flat_over_2000_requests(serve):
     worker = serve(max_active=4, cache_bytes=2_000_000)
     rng = random.Random(5)
