@@ -91,15 +91,15 @@ def _check_blocks(
     """A block gives what token by token gives, a trimmed cache forgets, and drafts are finite."""
     session = Session(target, drafter)
     _, features = session.forward(prompt)
-    session.keep(prompt.shape[1], fed=prompt.shape[1])
+    session.keep(range(prompt.shape[1]), fed=prompt.shape[1])
     session.absorb_pending(features)
     together, _ = session.forward(block, revocable=True)
     mx.eval(together)
-    session.keep(1, fed=_BLOCK)
+    session.keep([0], fed=_BLOCK)
     alone = [together[:, :1]]
     for i in range(1, _BLOCK):
         logits, _ = session.forward(block[:, i : i + 1])
-        session.keep(1, fed=1)
+        session.keep([0], fed=1)
         mx.eval(logits)
         alone.append(logits)
     stepwise = mx.concatenate(alone, axis=1)

@@ -253,7 +253,7 @@ class _Answer:
                 text, self.held = text + self.held, ""
         self.tokens += len(taken)
         num_accepted = min(step.num_accepted, len(taken))
-        self.acceptance.record(width=step.width, num_accepted=num_accepted, tokens=len(taken))
+        self.acceptance.record(width=step.width, depth=step.depth, num_accepted=num_accepted, tokens=len(taken))
         return self._response(text, taken, finish, step, num_accepted, notice, now)
 
     def _response(

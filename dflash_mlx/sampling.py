@@ -78,3 +78,20 @@ def sampling_scores(logits: mx.array, params: SamplingParams) -> mx.array:
     if 0 < params.top_k < scores.shape[-1]:
         scores = apply_top_k(scores, params.top_k)
     return scores * (1.0 / params.temperature)
+
+
+def best_columns(logits: mx.array, count: int, *, chunk: int = 256) -> mx.array:
+    """The columns of the `count` largest values of each row of finite ones, (W, n) -> (W, count), in no order.
+
+    MLX's argpartition sorts whole rows on a GPU, and takes 80 ms for 7 rows of 250,000 on a CPU. The largest values lie
+    in the chunks with the largest maxima, so only those are looked through: 8 ms.
+    """
+    rows, width = logits.shape
+    if width > 2 * count * chunk:
+        padded = mx.pad(logits, [(0, 0), (0, -width % chunk)], constant_values=mx.array(-mx.inf, dtype=logits.dtype))
+        chunks = padded.reshape(rows, -1, chunk)
+        best = best_columns(chunks.max(axis=-1), count)
+        few = mx.take_along_axis(chunks, best[..., None], axis=1).reshape(rows, -1)
+        found = best_columns(few, count)
+        return mx.take_along_axis(best, found // chunk, axis=1) * chunk + found % chunk
+    return mx.argpartition(logits, -count, axis=-1)[:, -count:]

@@ -1,12 +1,14 @@
 """Drafting never changes the answer: greedy output equals mlx-lm's plain decoding, token for token.
 
-Random cases over families, drafters (random, hostile, perfect), block sizes, widths, prompts, limits and stops.
+Random cases over families, drafters (random, hostile, perfect), block sizes, widths, trees, prompts, limits and stops.
 """
 
 import random
 from dataclasses import replace
+from itertools import islice, pairwise
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from tiny import FAMILIES, LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
@@ -14,27 +16,38 @@ from dflash_mlx.decoding import engine
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.tree import BRANCHES, Candidates, DraftTree, grow
 from dflash_mlx.decoding.width import FixedWidth
 
 CASES_PER_FAMILY = 110
 
 
 class RandomWidth:
-    """A different width each round, 0 included, sometimes cut short by confidence: every order of rounds comes up."""
+    """A different width each round, 0 included, sometimes cut short by confidence, sometimes a tree of any shape: every
+    order of rounds comes up."""
 
     def __init__(self, rng: random.Random, widest: int) -> None:
         self.rng, self.widest = rng, widest
-        self.reads_confidence = rng.random() < 0.5
+        self.reads_confidence = rng.random() < 0.7
+        self.branches = self.reads_confidence and rng.random() < 0.6
 
     def next_width(self) -> int:
         return self.rng.choice([0, 0, 1, self.widest, self.rng.randint(0, self.widest)])
 
-    def choose(self, confidence):
-        assert all(0 <= probability <= 1 for probability in confidence)
-        return self.rng.randint(0, len(confidence))
+    def choose(self, candidates):
+        assert (candidates.log_probs <= 1e-5).all()
+        assert (np.diff(candidates.log_probs, axis=1) <= 0).all()
+        assert candidates.token_ids.shape[1] in (1, BRANCHES if self.branches else 1)
+        noise = np.random.default_rng(self.rng.randrange(2**32)).exponential(2, candidates.log_probs.shape)
+        shaped = Candidates(candidates.token_ids, -np.sort(noise))
+        most = self.rng.choice([0, 1, 7, 40]) if self.branches else self.rng.randint(0, candidates.depth)
+        return DraftTree.of(list(islice(grow(shaped), most)), shaped)
 
-    def observe(self, *, drafted, width, num_accepted, seconds):
-        assert 0 <= num_accepted <= width <= drafted <= self.widest
+    def observe(self, *, drafted, width, num_accepted, path, seconds):
+        assert 0 <= num_accepted <= min(width, drafted) <= self.widest
+        assert path[0] == 0
+        assert num_accepted < len(path) <= width + 1
+        assert all(a < b for a, b in pairwise(path))
 
     def take_notice(self) -> None:
         return None
@@ -125,6 +138,26 @@ def test_perfect_drafts_are_all_kept(target):
         )
     )
     assert [step.num_accepted for step in steps[1:]] == [7, 7, 7, 7]
+
+
+def test_fixed_trees_find_what_a_chain_misses(target):
+    """A drafter whose every draft is wrong, but for its second choice: a chain keeps nothing, a tree much."""
+    prompt = [9, 1]
+    truth = plain_tokens(target, prompt, 33)
+    script = {2 + i: token for i, token in enumerate(truth)}
+    gained = {}
+    for places in (0, 3):
+        drafter = ScriptedDrafter(tiny_drafter().config, script, frozenset(script))
+        policy = FixedWidth(14 if places else 7, places=places)
+        session = Session(target, drafter)
+        steps = list(decode(session, prompt, strategy=Greedy(), policy=policy, max_tokens=33, eos_ids=set()))
+        tokens = [token for step in steps for token in step.tokens]
+        assert tokens == truth
+        check_session(session, prompt, tokens)
+        gained[places] = [step.num_accepted for step in steps[1:-2]]
+        assert all(step.depth == (places or step.width) for step in steps[1:-2])
+    assert set(gained[0]) == {0}
+    assert set(gained[3]) == {3}
 
 
 def test_stopping_early_and_continuing(target):

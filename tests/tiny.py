@@ -67,7 +67,7 @@ def tiny_drafter(
 
 
 class ScriptedDrafter(DFlashDrafter):
-    """A drafter that knows the answer: drafts `script[position]`, wrong at each position in `wrong`."""
+    """A drafter that knows the answer: drafts `script[position]`, as its second choice at each position in `wrong`."""
 
     def __init__(self, config: DraftConfig, script: dict[int, int], wrong: frozenset[int] = frozenset()) -> None:
         super().__init__(config)
@@ -83,9 +83,9 @@ class ScriptedDrafter(DFlashDrafter):
         rows = []
         for i in range(logits.shape[0]):
             token = self._script[0].get(anchor + 1 + i, 0)
-            if anchor + 1 + i in self._wrong[0]:
-                token = (token + 1) % VOCAB
-            rows.append((mx.arange(logits.shape[-1]) == token) * 100.0)
+            first = (token + 1) % VOCAB if anchor + 1 + i in self._wrong[0] else token
+            ids = mx.arange(logits.shape[-1])
+            rows.append(mx.maximum((ids == token) * 99.5, (ids == first) * 100.0))
         return mx.stack(rows)
 
 

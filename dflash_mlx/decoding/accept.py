@@ -10,17 +10,22 @@ Three strategies, all lossless:
   is kept with probability min(1, target_probs[x] / draft_probs[x]); the first one refused is replaced by a draw from
   the residual distribution. It keeps the most drafts that any lossless scheme can.
 
+A tree of drafts is judged by the target's own token at each of its rows, greedy or coupled (`for_trees`).
+
 Everything stays on the device; the host reads one small array a round (`Outcome.read`).
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
+import numpy as np
 
 from dflash_mlx.decoding.logprobs import TokenLogprob, pack_logprobs, unpack_logprobs
-from dflash_mlx.sampling import SamplingParams, sampling_scores
+from dflash_mlx.decoding.tree import Candidates, DraftTree, walk
+from dflash_mlx.sampling import SamplingParams, best_columns, sampling_scores
 
 
 @dataclass
@@ -59,30 +64,56 @@ class Proposal:
             return self
         return Proposal(self.tokens[:width], self.logits[:width], None if self.probs is None else self.probs[:width])
 
-    def confidence(self) -> mx.array:
-        """The drafter's probability of its best token at each position, (W,), in millionths.
 
-        It depends on the context alone, not on the tokens drawn, so choosing a width by it does not bias sampling.
-        """
-        logits = self.logits.astype(mx.float32)
-        best = mx.exp(logits.max(axis=-1) - mx.logsumexp(logits, axis=-1))
-        return (best * 1e6).astype(mx.uint32)
+@dataclass
+class Ranking:
+    """The drafter's K best tokens at each of W places, still on the device: token_ids and log_probs, (W, K), in no
+
+    order."""
+
+    token_ids: mx.array
+    log_probs: mx.array
+
+    def read(self, values: np.ndarray) -> Candidates:
+        """From what `Outcome.read` brought of this ranking."""
+        ids, log_probs = values.reshape(2, *self.token_ids.shape)
+        log_probs = log_probs.view(np.float32)
+        order = np.argsort(-log_probs, axis=1, kind="stable")
+        return Candidates(np.take_along_axis(ids, order, axis=1), np.take_along_axis(log_probs, order, axis=1))
+
+    @property
+    def packed(self) -> mx.array:
+        return mx.concatenate(
+            [self.token_ids.astype(mx.uint32).flatten(), self.log_probs.astype(mx.float32).flatten().view(mx.uint32)]
+        )
+
+
+def rank(scores: mx.array, count: int, vocabulary: DraftVocabulary | None) -> Ranking:
+    """The `count` likeliest tokens by scores (W, V), or (W, n) for a `vocabulary` of n tokens."""
+    # Tokens that a filter has removed are the last choice, but stay numbers.
+    scores = mx.maximum(scores.astype(mx.float32), -1e30)
+    columns = best_columns(scores, min(count, scores.shape[1]))
+    log_probs = mx.take_along_axis(scores, columns, axis=-1) - mx.logsumexp(scores, axis=-1, keepdims=True)
+    return Ranking(columns if vocabulary is None else vocabulary.token_ids[columns], log_probs)
 
 
 @dataclass
 class Outcome:
-    """What the target made of a proposal of W drafts.
+    """What the target made of drafts of which at most D can be kept: all W of a chain, or a tree's longest path.
 
-    num_accepted: () int, drafts kept. tokens: (W + 1,): the kept drafts, then at index `num_accepted` the target's
-    own token; what lies behind it is meaningless.
+    num_accepted: () int, drafts kept. tokens: (D + 1,): the kept drafts, then at index `num_accepted` the target's
+    own token; what lies behind it is meaningless. path: (D + 1,), the rows of a tree gone through; None for a chain,
+    which goes through its rows in order.
     """
 
     num_accepted: mx.array
     tokens: mx.array
+    path: mx.array | None = None
 
     def __post_init__(self) -> None:
+        path = [] if self.path is None else [self.path.astype(mx.uint32)]
         count = self.num_accepted.reshape(1).astype(mx.uint32)
-        self.packed = mx.concatenate([count, self.tokens.astype(mx.uint32)])
+        self.packed = mx.concatenate([count, self.tokens.astype(mx.uint32), *path])
 
     @property
     def next_anchor(self) -> mx.array:
@@ -90,31 +121,41 @@ class Outcome:
         return mx.take(self.tokens, self.num_accepted.reshape(1), axis=0)
 
     def report_logprobs(self, rows: mx.array, count: int) -> None:
-        """Have `read` bring log-probabilities, of the target's logits (W + 1, V), with `count` alternatives each."""
+        """Have `read` bring log-probabilities, of the target's logits (D + 1, V), with `count` alternatives each."""
         self.packed = mx.concatenate([self.packed, pack_logprobs(rows, self.tokens, count)])
 
-    def read(self, confidence: mx.array | None = None, drafts: mx.array | None = None) -> "Reading":
-        """Wait for the device. One read, whatever is asked: `confidence` and `drafts` of the next proposal, too."""
-        more = [array.astype(mx.uint32) for array in (confidence, drafts) if array is not None]
-        values = cast("list[int]", (mx.concatenate([self.packed, *more]) if more else self.packed).tolist())
-        rows, own = self.tokens.shape[0], self.packed.shape[0]
-        kept = values[0] + 1
-        logprobs = unpack_logprobs(values[1 + rows : own], rows)[:kept] if own > 1 + rows else []
-        chances = own + (confidence.shape[0] if confidence is not None else 0)
+    def read(self, ranking: Ranking | None = None, drafts: mx.array | None = None) -> "Reading":
+        """Wait for the device. One read, whatever is asked: `ranking` and `drafts` of the next proposal, too."""
+        parts = [self.packed]
+        parts.append(ranking.packed if ranking is not None else parts[0][:0])
+        parts.append(drafts.astype(mx.uint32) if drafts is not None else parts[0][:0])
+        values = np.array(mx.concatenate(parts))
+        own, ranked, drafted = np.split(values, np.cumsum([part.shape[0] for part in parts])[:-1])
+        rows = self.tokens.shape[0]
+        kept = int(own[0]) + 1
+        path = own[1 + rows : 1 + 2 * rows] if self.path is not None else np.arange(rows)
+        reported = own[1 + rows * (1 if self.path is None else 2) :].tolist()
         return Reading(
-            values[0], values[1 : 1 + kept], [v / 1e6 for v in values[own:chances]], values[chances:], logprobs
+            int(own[0]),
+            own[1 : 1 + kept].tolist(),
+            path[:kept].tolist(),
+            ranking.read(ranked) if ranking is not None else None,
+            drafted.tolist(),
+            unpack_logprobs(reported, rows)[:kept] if reported else [],
         )
 
 
 class Reading(NamedTuple):
-    """What the host learns of a round: drafts kept, the num_accepted + 1 tokens gained, and what else was asked for:
+    """What the host learns of a round: drafts kept, the num_accepted + 1 tokens gained, the rows they were found at,
 
-    the next drafts' confidence, those drafts, and the gained tokens' log-probabilities.
+    and what else was asked for: the candidates for the next drafts, those drafts, and the gained tokens'
+    log-probabilities.
     """
 
     num_accepted: int
     tokens: list[int]
-    confidence: list[float]
+    path: list[int]
+    candidates: Candidates | None
     drafts: list[int]
     logprobs: list[TokenLogprob]
 
@@ -129,6 +170,16 @@ class Strategy(Protocol):
         """Judge the drafts by the target's logits for the anchor and each draft, (W + 1, V)."""
 
 
+class TreeStrategy(Strategy, Protocol):
+    """A strategy by which every token is the target's own choice, so that it can be found in a tree."""
+
+    def preferences(self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None) -> mx.array:
+        """Scores (W, n) for a tree: by them the target would choose if its logits were the drafter's, (W, n)."""
+
+    def choose(self, logits: mx.array, position: int | mx.array, depths: Sequence[int]) -> mx.array:
+        """The target's own token at each row of logits (R, V), (R,); a row's position is `position` + its depth."""
+
+
 class Greedy:
     def propose(
         self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
@@ -139,29 +190,48 @@ class Greedy:
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
         return match(proposal, mx.argmax(logits, axis=-1))
 
+    def preferences(
+        self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
+    ) -> mx.array:
+        return logits
+
+    def choose(self, logits: mx.array, position: int | mx.array, depths: Sequence[int]) -> mx.array:
+        return mx.argmax(logits, axis=-1)
+
 
 class Coupled:
-    def __init__(self, params: SamplingParams) -> None:
-        assert params.seed is not None
+    def __init__(self, params: SamplingParams, *, seed: int | None = None) -> None:
         self.params = params
-        self.seed = params.seed
+        chosen = params.seed if seed is None else seed
+        assert chosen is not None
+        self.seed = chosen
 
     def propose(
         self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
     ) -> Proposal:
-        scores = sampling_scores(logits, self.params)
-        wide = scores if vocabulary is None else vocabulary.widen(scores, elsewhere=-mx.inf)
-        return Proposal(self._draw(wide, position), logits)
+        best = mx.argmax(self.preferences(logits, position, vocabulary), axis=-1)
+        return Proposal(best if vocabulary is None else vocabulary.token_ids[best], logits)
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
-        return match(proposal, self._draw(sampling_scores(logits, self.params), position))
+        return match(proposal, self.choose(logits, position, range(logits.shape[0])))
 
-    def _draw(self, scores: mx.array, position: int | mx.array) -> mx.array:
-        """One token a row, (L, V) -> (L,), with noise keyed by the row's position."""
-        positions = mx.arange(scores.shape[0], dtype=mx.uint32) + mx.array(position, dtype=mx.uint32)
+    def preferences(
+        self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
+    ) -> mx.array:
+        noise = self._noise(position, logits.shape[0], vocabulary.size if vocabulary else logits.shape[1])
+        return sampling_scores(logits, self.params) + (noise[:, vocabulary.token_ids] if vocabulary else noise)
+
+    def choose(self, logits: mx.array, position: int | mx.array, depths: Sequence[int]) -> mx.array:
+        noise = self._noise(position, max(depths) + 1, logits.shape[1])
+        if len(depths) > len(noise):
+            noise = noise[mx.array(list(depths))]
+        return mx.argmax(sampling_scores(logits, self.params) + noise, axis=-1)
+
+    def _noise(self, position: int | mx.array, count: int, size: int) -> mx.array:
+        """Standard Gumbel noise, (count, size), keyed by seed and position: the same whenever it is asked for."""
+        positions = mx.arange(count, dtype=mx.uint32) + mx.array(position, dtype=mx.uint32)
         keys = mx.stack([mx.full(positions.shape, self.seed, dtype=mx.uint32), positions], axis=1)
-        noise = mx.stack([mx.random.gumbel(scores.shape[1:], key=key) for key in keys])
-        return mx.argmax(scores + noise, axis=-1)
+        return mx.stack([mx.random.gumbel((size,), key=key) for key in keys])
 
 
 class Rejection:
@@ -197,12 +267,32 @@ def choose_strategy(params: SamplingParams) -> Strategy:
     return Rejection(params) if params.seed is None else Coupled(params)
 
 
+def for_trees(strategy: Strategy) -> TreeStrategy:
+    """The strategy for an answer whose rounds are trees: a tree's rows cannot be tried by rejection one after another.
+
+    It holds for the whole answer: whether a tree is grown depends on the noise that then chooses the token.
+    """
+    if isinstance(strategy, Rejection):
+        return Coupled(strategy.params, seed=strategy.seed)
+    return cast("TreeStrategy", strategy)
+
+
 def match(proposal: Proposal | None, choices: mx.array) -> Outcome:
     """Keep drafts while they equal the target's choices, (W + 1,)."""
     if proposal is None:
         return Outcome(mx.array(0), choices)
     agrees = (proposal.tokens == choices[:-1]).astype(mx.int32)
     return Outcome(mx.cumprod(agrees).sum(), choices)
+
+
+def judge(strategy: TreeStrategy, tree: DraftTree, logits: mx.array, position: int | mx.array) -> Outcome:
+    """Follow the target's own tokens through a tree, by its logits (N + 1, V); `position` is right behind the anchor.
+
+    Every token is the target's own choice or draw, so this is lossless whatever the tree holds.
+    """
+    choices = strategy.choose(logits, position, tree.depths)
+    num_accepted, path = walk(tree, choices)
+    return Outcome(num_accepted, choices[path], path)
 
 
 def reject(drafts: mx.array, draft_probs: mx.array, target_probs: mx.array, key: mx.array) -> Outcome:

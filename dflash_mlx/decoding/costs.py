@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import decode, draft, verify
+from dflash_mlx.decoding.engine import consider, decode, draft, verify
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import STEEP, FixedWidth, RoundCosts
 from dflash_mlx.drafters.dflash import DFlashDrafter
@@ -20,7 +20,7 @@ from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 5
+_SCHEMA = 6
 _PROMPT_TOKENS = 64
 # Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and `_SECONDS_A_WIDTH`.
 _WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 24
@@ -29,6 +29,8 @@ _SECONDS_A_WIDTH = 0.08
 _DISTURBED = 1.25
 # Measuring stops after about this long; widths not reached are interpolated.
 _SECONDS_TO_SPEND = 4.0
+# A tree keeps a fifth more drafts than a chain of as many (bench, the demo pair); it may take this much longer.
+_TREE_WORTH = 1.15
 
 
 def load_or_measure(
@@ -45,7 +47,7 @@ def load_or_measure(
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         rounds, drafts = _table(stored["round_seconds"]), _table(stored["draft_seconds"])
-        return RoundCosts(rounds, drafts, steep=bool(stored["steep"]))
+        return RoundCosts(rounds, drafts, steep=bool(stored["steep"]), places=int(stored["places"]))
     except (OSError, ValueError, KeyError, AttributeError):
         pass  # Not measured yet, or a file that cannot be used: measure.
     if report is not None:
@@ -68,32 +70,39 @@ def plausible(costs: RoundCosts) -> bool:
 def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> RoundCosts:
     """Time real rounds of the decode loop at several widths, and drafts alone; the most telling widths first.
 
-    Where width costs much, each round's is chosen by confidence: the host then waits for the draft before it builds
-    the round, and rounds are timed that way.
+    Drafts are a tree where the target takes that and a round of it takes not much longer than a chain's, which can be
+    queued ahead. Where width costs much, each round's is chosen by confidence, also a chain's: the host then waits for
+    the draft before it builds the round. Rounds are timed the way they will run.
     """
     started = time.perf_counter()
-    widest = block_size - 1
-    ends = {width: _round_seconds(target, drafter, width, confident=False) for width in {1, widest}}
-    steep = ends[widest] > STEEP * ends[1]
+    places = block_size - 1
+    ends = {width: _round_seconds(target, drafter, FixedWidth(width)) for width in {1, places}}
+    steep = ends[places] > STEEP * ends[1]
     rounds = {} if steep else ends
+    branches = False
+    if Session(target, drafter).can_branch():
+        tree = _round_seconds(target, drafter, FixedWidth(places, places=places))
+        branches = tree < _TREE_WORTH * ends[places]
+        rounds = {places: tree} if branches else rounds
     drafts: dict[int, float] = {}
-    for width in _order(widest):
+    for width in _order(places, branches=branches):
         if len(drafts) >= 3 and time.perf_counter() - started > _SECONDS_TO_SPEND:
             break
         if width not in rounds:
-            rounds[width] = _round_seconds(target, drafter, width, confident=steep)
-        if width:
+            fixed = FixedWidth(width, places=places if branches else 0, reads_confidence=steep or branches)
+            rounds[width] = _round_seconds(target, drafter, fixed)
+        if 0 < width <= places:
             drafts[width] = _draft_seconds(target, drafter, width)
-    return RoundCosts(rounds, drafts, steep=steep)
+    return RoundCosts(rounds, drafts, steep=steep, places=places if branches else 0)
 
 
-def _order(widest: int) -> list[int]:
-    """Widths to measure, the most telling first."""
-    wanted = [0, widest, 1, widest // 2, 3, 2, 5, 4, 11]
-    return list(dict.fromkeys(w for w in wanted if 0 <= w <= widest))
+def _order(places: int, *, branches: bool) -> list[int]:
+    """Widths to measure, the most telling first. A tree may be wider than the places drafted."""
+    wanted = [0, places, 1, places // 2, *((31,) if branches else ()), 3, *((63,) if branches else ()), 2, 5, 4, 11]
+    return list(dict.fromkeys(w for w in wanted if 0 <= w <= places or (w > places and branches)))
 
 
-def _round_seconds(target: Target, drafter: DFlashDrafter, width: int, *, confident: bool) -> float:
+def _round_seconds(target: Target, drafter: DFlashDrafter, policy: FixedWidth) -> float:
     session = Session(target, drafter)
     prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
     times: list[float] = []
@@ -101,8 +110,9 @@ def _round_seconds(target: Target, drafter: DFlashDrafter, width: int, *, confid
         session,
         prompt,
         strategy=Greedy(),
-        policy=FixedWidth(width, reads_confidence=confident),
-        max_tokens=(_MOST_ROUNDS + 3) * (width + 1),
+        policy=policy,
+        # As many tokens as rounds could gain, so that none is cut short.
+        max_tokens=(_MOST_ROUNDS + 3) * (max(policy.width, policy.places) + 1),
         eos_ids=set(),
     )
     # The first step is the prompt's own.
@@ -120,14 +130,14 @@ def _round_seconds(target: Target, drafter: DFlashDrafter, width: int, *, confid
 
 
 def _draft_seconds(target: Target, drafter: DFlashDrafter, width: int) -> float:
-    """A draft with its confidence, alone; less than the difference between two rounds, which overlap."""
+    """A draft with its candidates, alone; less than the difference between two rounds, which overlap."""
     session = Session(target, drafter)
     first = verify(session, mx.zeros(_PROMPT_TOKENS, dtype=mx.uint32), None, Greedy(), None, None)
     times = []
     for _ in range(1 + _TIMED_ROUNDS):
         started = time.perf_counter()
         proposal = draft(session, first, width, Greedy())
-        mx.eval(proposal.tokens, proposal.confidence())
+        mx.eval(proposal.tokens, consider(session, proposal, Greedy(), 0, branches=True).packed)
         times.append(time.perf_counter() - started)
         first.features = None
     return statistics.median(times[1:])
@@ -167,6 +177,7 @@ def _store(path: Path, costs: RoundCosts) -> None:
                 "round_seconds": costs.round_seconds,
                 "draft_seconds": costs.draft_seconds,
                 "steep": costs.steep,
+                "places": costs.places,
             }
             json.dump(stored, file)
         os.replace(file.name, path)

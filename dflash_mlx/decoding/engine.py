@@ -1,10 +1,11 @@
 """The decode loop: prefill, then rounds of draft, verify, accept, commit. Token ids only.
 
 A round feeds the anchor (newest token, not yet in the target's cache) and W drafts to the target; W may be 0, which
-is plain decoding. While a round runs, the next one is already queued behind it: the accepted count need not leave the
-device for that, where the lengths of the caches stay there too (targets/device_cache.py). Where they cannot, or where
-the host chooses each round's width by the drafter's confidence, only the next draft is queued. So the device waits for
-Python as little as it can, and the host reads once a round.
+is plain decoding. The drafts are a chain or, where target and policy allow, a tree (tree.py). While a round runs, what
+can be is already queued behind it: the next draft at least, since the accepted count need not leave the device for
+that. Where the policy wants a chain whatever the draft says, the next verification too, if the lengths of the caches
+stay on the device (targets/device_cache.py). So the device waits for Python as little as it can, and the host reads
+once a round.
 """
 
 import time
@@ -15,10 +16,11 @@ from typing import Literal
 
 import mlx.core as mx
 
-from dflash_mlx.decoding.accept import Outcome, Proposal, Strategy
+from dflash_mlx.decoding.accept import Outcome, Proposal, Ranking, Strategy, for_trees, judge, rank
 from dflash_mlx.decoding.constraint import Bits, Guide, limit, mask_rows
 from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.tree import BRANCHES, DraftTree
 from dflash_mlx.decoding.width import WidthPolicy
 from dflash_mlx.sampling import LogitsProcessor
 
@@ -32,10 +34,14 @@ _MAX_PENDING = 64
 
 @dataclass
 class Step:
-    """What a round added to the answer: `tokens` (at least one); `num_accepted` of its `width` drafts stayed."""
+    """What a round added to the answer: `tokens` (at least one); `num_accepted` of its `width` drafts stayed.
+
+    `depth` is the most that could have stayed: all of a chain, a tree's longest path.
+    """
 
     tokens: list[int]
     width: int
+    depth: int
     num_accepted: int
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -43,7 +49,10 @@ class Step:
 
 @dataclass
 class Round:
-    """A launched verify forward: `fed` positions from `base` on, its outcome still on the device."""
+    """A launched verify forward: `fed` rows from position `base` on, its outcome still on the device.
+
+    features: (1, L, taps * D), of the rows that may be kept, in the order in which they would be.
+    """
 
     base: int | mx.array
     outcome: Outcome
@@ -55,6 +64,10 @@ class Round:
     @property
     def fed(self) -> int:
         return self.width + 1
+
+    @property
+    def depth(self) -> int:
+        return int(self.outcome.tokens.shape[0]) - 1
 
     @cached_property
     def end(self) -> int | mx.array:
@@ -86,6 +99,9 @@ def decode(
     session.settle()
     session.turn += 1
     turn = session.turn
+    branches = policy.branches and not processors and guide is None and session.can_branch()
+    if branches:
+        strategy = for_trees(strategy)
     launch = partial(verify, session, strategy=strategy, processors=processors, top_logprobs=top_logprobs)
     try:
         prefill(session, prompt[:-1], on_prefill)
@@ -99,56 +115,58 @@ def decode(
         while True:
             ahead: Round | None = None
             proposal: Proposal | None = None
+            ranking: Ranking | None = None
             # The round in flight yields one token at least, and the next one its own.
-            width = min(policy.next_width(), remaining - 2) if session.drafter else 0
-            confidence: mx.array | None = None
-            if width > 0:
-                proposal = draft(session, current, width, strategy)
+            drafted = max(0, min(policy.next_width(), remaining - 2)) if session.drafter else 0
+            if drafted:
+                proposal = draft(session, current, drafted, strategy)
                 if queue_ahead:
                     session.to_device(mx.array(current.end))
                     ahead = launch(current.outcome.next_anchor, proposal)
-                    ahead.drafted = width
+                    ahead.drafted = drafted
                 else:
-                    confidence = proposal.confidence() if policy.reads_confidence else None
-                    mx.async_eval(proposal.tokens, *([confidence] if confidence is not None else []))
+                    if policy.reads_confidence:
+                        ranking = consider(session, proposal, strategy, current.end + 1, branches=branches)
+                    mx.async_eval(*([] if branches else [proposal.tokens]), *([ranking.packed] if ranking else []))
             elif current.width == 0 and remaining > 1 and guide is None and session.device is None:
                 if history is not None:
                     history = mx.concatenate([history, current.outcome.tokens])[-_HISTORY:]
                 ahead = launch(current.outcome.next_anchor, None, history=history)
 
-            reading = current.outcome.read(confidence, proposal.tokens if proposal and guide is not None else None)
-            num_accepted, chances = reading.num_accepted, reading.confidence
+            reading = current.outcome.read(ranking, proposal.tokens if proposal and guide is not None else None)
             tokens, finish_reason = clip(reading.tokens, remaining, eos_ids)
-            commit(session, current, [anchor, *tokens[:-1]])
+            num_accepted = min(reading.num_accepted, len(tokens))
+            commit(session, current, [anchor, *tokens[:-1]], reading.path[: len(tokens)])
             if ahead is None:
                 session.to_host()
             anchor = tokens[-1]
             remaining -= len(tokens)
             now = time.perf_counter()
-            # A slow consumer's time is not the device's; such rounds are not timed.
-            seconds = now - last_read if idle < 0.5 * (now - last_read) else None
             policy.observe(
                 drafted=current.drafted,
                 width=current.width,
-                num_accepted=min(num_accepted, len(tokens)),
-                seconds=seconds,
+                num_accepted=num_accepted,
+                path=reading.path,
+                # A slow consumer's time is not the device's; such rounds are not timed.
+                seconds=now - last_read if idle < 0.5 * (now - last_read) else None,
             )
             last_read = now
 
             if finish_reason is None and ahead is None:
                 if history is not None:
                     history = mx.concatenate([history, mx.array(tokens)])[-_HISTORY:]
-                drafted = proposal.width if proposal else 0
+                tree: DraftTree | None = None
+                if reading.candidates is not None:
+                    tree = policy.choose(reading.candidates.shortened(remaining - 1))
                 if proposal is not None:
-                    width = min(policy.choose(chances) if chances else drafted, remaining - 1)
-                    proposal = proposal.shortened(width) if width else None
+                    proposal = proposal.shortened(tree.size if tree else remaining - 1)
                 if guide is not None:
                     guide.advance(tokens)
                     proposal, bits = limit(guide, proposal, reading.drafts)
-                ahead = launch(mx.array([anchor]), proposal, history=history, bits=bits)
+                ahead = launch(mx.array([anchor]), tree if branches else proposal, history=history, bits=bits)
                 ahead.drafted = drafted
             logprobs = reading.logprobs[: len(tokens)]
-            yield Step(tokens, current.width, min(num_accepted, len(tokens)), finish_reason, logprobs)
+            yield Step(tokens, current.width, current.depth, num_accepted, finish_reason, logprobs)
             if finish_reason is not None:
                 return
             assert ahead is not None
@@ -180,7 +198,7 @@ def prefill_chunks(session: Session, tokens: list[int]) -> Iterator[tuple[int, i
         if features is not None:
             session.absorb_pending(features)
         mx.eval([c.state for c in [*session.target_cache, *session.draft_cache]])
-        session.keep(len(chunk), fed=len(chunk))
+        session.keep(range(len(chunk)), fed=len(chunk))
         session.in_flight = 0
         session.tokens += chunk
         mx.clear_cache()
@@ -200,10 +218,25 @@ def draft(session: Session, after: Round, width: int, strategy: Strategy) -> Pro
     return session.propose(strategy, drafted, anchor=block[:1], position=after.end + 1)
 
 
+def consider(
+    session: Session, proposal: Proposal, strategy: Strategy, position: int | mx.array, *, branches: bool
+) -> Ranking:
+    """What the policy is to choose from, of a draft that begins at `position`: a tree's drafts, or a chain's width.
+
+    The chance that a chain is kept is that of its places' best tokens: it depends on the context alone, not on the
+    tokens drawn, so choosing a width by it does not bias sampling.
+    """
+    if not branches:
+        return rank(proposal.logits, 1, session.vocabulary)
+    return rank(
+        for_trees(strategy).preferences(proposal.logits, position, session.vocabulary), BRANCHES, session.vocabulary
+    )
+
+
 def verify(
     session: Session,
     anchor: mx.array,
-    proposal: Proposal | None,
+    drafts: Proposal | DraftTree | None,
     strategy: Strategy,
     processors: list[LogitsProcessor] | None,
     history: mx.array | None = None,
@@ -212,24 +245,30 @@ def verify(
 ) -> Round:
     """Launch the target over the anchor and the drafts, and the judgement of them.
 
-    history: the tokens before, the anchor included, for the processors. bits: what may come at each row.
-    `session.in_flight` counts what was fed on top of what is committed.
+    history: the tokens before, the anchor included, for the processors. bits: what may come at each row. Neither goes
+    with a tree. `session.in_flight` counts what was fed on top of what is committed.
     """
-    width = proposal.width if proposal else 0
     base = session.next_position
-    fed = mx.concatenate([anchor.astype(mx.uint32), proposal.tokens.astype(mx.uint32)]) if proposal else anchor
-    logits, features = session.forward(fed[None], revocable=width > 0)
-    session.in_flight += width + 1
+    tree = drafts if isinstance(drafts, DraftTree) and drafts.size else None
+    proposal = drafts if isinstance(drafts, Proposal) and drafts.width else None
+    tokens = [mx.array(tree.tokens)] if tree else [proposal.tokens.astype(mx.uint32)] if proposal else []
+    fed = mx.concatenate([anchor.astype(mx.uint32), *tokens])
+    logits, features = session.forward(fed[None], revocable=bool(tokens), tree=tree)
+    session.in_flight += fed.shape[0]
     rows = logits[0]
     if processors and history is not None:
         rows = process_rows(rows, proposal, history, processors)
     if bits is not None:
         rows = mask_rows(rows, bits)
-    outcome = strategy.accept(proposal, rows, base + 1)
+    if tree is not None:
+        outcome = judge(for_trees(strategy), tree, rows, base + 1)
+        features = features[:, outcome.path] if features is not None else None
+    else:
+        outcome = strategy.accept(proposal, rows, base + 1)
     if top_logprobs is not None:
-        outcome.report_logprobs(rows, top_logprobs)
+        outcome.report_logprobs(rows if outcome.path is None else rows[outcome.path], top_logprobs)
     mx.async_eval(outcome.packed, *([features] if features is not None else []))
-    return Round(base, outcome, features, width)
+    return Round(base, outcome, features, fed.shape[0] - 1)
 
 
 def process_rows(
@@ -246,16 +285,16 @@ def process_rows(
     return mx.concatenate(processed)
 
 
-def commit(session: Session, finished: Round, kept: list[int]) -> None:
-    """Keep `kept` (the anchor and accepted drafts) of what the round fed; the rest leaves both caches."""
-    keep = len(kept)
+def commit(session: Session, finished: Round, kept: list[int], path: list[int]) -> None:
+    """Keep `kept` (the anchor and accepted drafts) of what the round fed, found at the rows `path`; the rest leaves
+    both caches."""
     session.in_flight -= finished.fed
-    session.keep(keep, fed=finished.fed)
+    session.keep(path, fed=finished.fed)
     session.tokens += kept
     if session.drafter is None or finished.features is None:
         return
     if not finished.absorbed:
-        session.pending.append(finished.features[:, :keep])
+        session.pending.append(finished.features[:, : len(kept)])
         if len(session.pending) >= _MAX_PENDING:
             session.absorb_pending()
         return

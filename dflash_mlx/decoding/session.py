@@ -1,6 +1,6 @@
 """The state of one conversation: what the target's and the drafter's caches hold."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +10,10 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.decoding.accept import DraftVocabulary, Proposal, Strategy
 from dflash_mlx.decoding.path import propose_path
+from dflash_mlx.decoding.tree import DraftTree
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
+from dflash_mlx.targets.branching import branched, keep_path
 from dflash_mlx.targets.device_cache import DeviceCaches
 from dflash_mlx.targets.rollback import Rollback, choose_rollback
 from dflash_mlx.targets.target import Target
@@ -70,10 +72,13 @@ class Session:
             head = self.drafter.lm_head
         return self.drafter.adjust_logits(head(hidden))
 
-    def forward(self, tokens: mx.array, *, revocable: bool = False) -> tuple[mx.array, mx.array | None]:
+    def forward(
+        self, tokens: mx.array, *, revocable: bool = False, tree: DraftTree | None = None
+    ) -> tuple[mx.array, mx.array | None]:
         """tokens (1, L) -> logits (1, L, V) and, when there is a drafter, features (1, L, taps * D).
 
-        Each forward is to be followed by `keep`, which may keep only some of the tokens if `revocable`.
+        Each forward is to be followed by `keep`, which may keep only some of the tokens if `revocable`. With a `tree`,
+        where `can_branch`, the tokens are the anchor and the tree's.
         """
         if self.device is not None:
             assert self.drafter is not None
@@ -81,20 +86,26 @@ class Session:
             caches.reserve(len(self.tokens) + self.in_flight + tokens.shape[1])
             with self._whole_or_reset():
                 return self.target.forward_tapped(tokens, caches.layers, self.drafter.config.target_layer_ids)
+        if tree is not None:
+            assert self.drafter is not None
+            sight = branched(self.target.ropes, self.target_cache, tree.depths, tree.visible)
+            with self._whole_or_reset(), sight as branched_caches:
+                return self.target.forward_tapped(tokens, branched_caches, self.drafter.config.target_layer_ids)
         with self._whole_or_reset(), self.rollback.feeding(self.target_cache, tokens, revocable=revocable):
             if self.drafter is None:
                 return self.target.forward(tokens, self.target_cache), None
             return self.target.forward_tapped(tokens, self.target_cache, self.drafter.config.target_layer_ids)
 
-    def keep(self, kept: int, *, fed: int) -> None:
-        """Leave the first `kept` of the `fed` tokens of the oldest forward in the target's cache.
+    def keep(self, path: Sequence[int], *, fed: int) -> None:
+        """Leave the rows of `path`, in rising order, of the `fed` tokens of the oldest forward in the target's cache.
 
-        While the lengths are on the device, they alone say what is left.
+        They are the first ones, except behind a tree. While the lengths are on the device, they alone say what is left.
         """
         if self.device is not None:
             return
         with self._whole_or_reset():
-            self.rollback.commit(self.target_cache, fed=fed, keep=kept)
+            keep_path(self.target_cache, len(self.tokens), path)
+            self.rollback.commit(self.target_cache, fed=fed, keep=len(path))
 
     @contextmanager
     def _whole_or_reset(self) -> Iterator[None]:
@@ -157,6 +168,10 @@ class Session:
     def can_queue_ahead(self) -> bool:
         """Whether the lengths of both models' caches may stay on the device."""
         return self.drafter is not None and self.target.takes_device_lengths()
+
+    def can_branch(self) -> bool:
+        """Whether rounds may be trees: the target takes them, and the drafter's places do not depend on each other."""
+        return self.drafter is not None and not isinstance(self.drafter, DFlash2Drafter) and self.target.takes_trees()
 
     def to_device(self, length: mx.array) -> None:
         """From here on both caches hold `length` positions, (), a number that the host need not know.

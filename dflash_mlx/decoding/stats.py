@@ -24,8 +24,9 @@ class Acceptance:
     _kept: list[int] = field(default_factory=list)
     _histogram: list[int] = field(default_factory=list)
 
-    def record(self, *, width: int, num_accepted: int, tokens: int) -> None:
-        """Count a round that verified `width` drafts, kept `num_accepted` and emitted `tokens` tokens."""
+    def record(self, *, width: int, depth: int, num_accepted: int, tokens: int) -> None:
+        """Count a round that verified `width` drafts, of which `depth` could be kept, kept `num_accepted` and emitted
+        `tokens` tokens."""
         if width == 0:
             self.single_steps += tokens
             return
@@ -33,8 +34,8 @@ class Acceptance:
         self.drafted += width
         self.accepted += num_accepted
         self.tokens += tokens
-        self.recent.append((width, num_accepted))
-        for counts, upto in ((self._verified, width), (self._kept, num_accepted)):
+        self.recent.append((depth, num_accepted))
+        for counts, upto in ((self._verified, depth), (self._kept, num_accepted)):
             counts.extend([0] * (upto - len(counts)))
             for i in range(upto):
                 counts[i] += 1

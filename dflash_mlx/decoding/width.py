@@ -1,12 +1,13 @@
-"""How many drafts to verify in a round.
+"""How many drafts to verify in a round, and which.
 
 A wider round gains more tokens and costs more time; how much of either depends on the machine, the pair and the text.
 So the cost of a round is measured on the user's machine, and the width is the one with the most expected tokens a
 second. Two policies do that:
 
-- `SteadyWidth`, where width costs little: one width, from the acceptance of the rounds so far. The host never waits
-  for a draft.
-- `ConfidentWidth`, where width costs much: each round's own width, from the drafter's probabilities for its tokens.
+- `ConfidentWidth`, where the target takes trees of drafts or width costs much: each round's own drafts, a tree's or a
+  chain's, from the drafter's probabilities.
+- `SteadyWidth` elsewhere: chains of one width, from the acceptance of the rounds so far. The host never waits for a
+  draft.
 
 Where drafting does not pay, both pause, say so, and try again later.
 """
@@ -14,7 +15,10 @@ Where drafting does not pay, both pause, say so, and try again later.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
+
+from dflash_mlx.decoding.tree import Candidates, DraftTree, Node, grow
 
 # How much one more round lets the past fade: a memory of about 25 rounds.
 _FADE = 0.96
@@ -32,16 +36,25 @@ STEEP = 1.25
 class WidthPolicy(Protocol):
     @property
     def reads_confidence(self) -> bool:
-        """Whether `choose` wants to see the drafter's confidence."""
+        """Whether `choose` wants to see the drafter's candidates."""
+
+    @property
+    def branches(self) -> bool:
+        """Whether drafts should be trees, where the target takes them. Then `reads_confidence` holds, too."""
 
     def next_width(self) -> int:
-        """Drafts to make for the next round; called before the outcome of the current one is known."""
+        """Places to draft for the next round; called before the outcome of the current one is known."""
 
-    def choose(self, confidence: Sequence[float]) -> int:
-        """How many of the drafts to verify, given the drafter's probability of each. Not called otherwise."""
+    def choose(self, candidates: Candidates) -> DraftTree:
+        """What to verify; a chain when there is one candidate a place. Called only when `reads_confidence`."""
 
-    def observe(self, *, drafted: int, width: int, num_accepted: int, seconds: float | None) -> None:
-        """What a round brought: `width` of `drafted` drafts verified. `seconds` is None where it could not be timed."""
+    def observe(
+        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
+    ) -> None:
+        """What a round brought: `width` drafts verified, of `drafted` places; its rows gone through.
+
+        `seconds` is None where it could not be timed.
+        """
 
     def take_notice(self) -> str | None:
         """Something the user should be told, once."""
@@ -49,18 +62,29 @@ class WidthPolicy(Protocol):
 
 @dataclass
 class FixedWidth:
-    """Always the same width."""
+    """Always the same width: a chain, or the likeliest tree within `places` places when that is not 0."""
 
     width: int
+    places: int = 0
     reads_confidence: bool = False
 
+    def __post_init__(self) -> None:
+        self.reads_confidence = self.reads_confidence or self.branches
+
+    @property
+    def branches(self) -> bool:
+        return self.places > 0
+
     def next_width(self) -> int:
-        return self.width
+        return self.places if self.branches and self.width else self.width
 
-    def choose(self, confidence: Sequence[float]) -> int:
-        return len(confidence)
+    def choose(self, candidates: Candidates) -> DraftTree:
+        nodes = (node for node in grow(candidates) if node.chance > 0)
+        return DraftTree.of(list(islice(nodes, self.width)), candidates)
 
-    def observe(self, *, drafted: int, width: int, num_accepted: int, seconds: float | None) -> None:
+    def observe(
+        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
+    ) -> None:
         pass
 
     def take_notice(self) -> str | None:
@@ -69,20 +93,23 @@ class FixedWidth:
 
 @dataclass
 class RoundCosts:
-    """Seconds a round takes by width, and its draft's share; measured at some widths and interpolated between.
+    """Seconds a round takes by width, and its draft's share by places; measured at some and interpolated between.
 
-    `steep`: width costs much (more than `STEEP`). `observe` keeps the totals up to date while rounds are timed.
+    steep: width costs much (more than `STEEP`). places: rounds were measured as trees of drafts at this many places,
+    and are to be trees; 0: as chains. `observe` keeps the totals up to date while rounds are timed.
     """
 
     round_seconds: dict[int, float]
     draft_seconds: dict[int, float]
     steep: bool
+    places: int = 0
     _drift: float = 1.0
 
     def round(self, width: int, *, drafted: int | None = None) -> float:
-        """A round that verifies `width` of `drafted` drafts (`width` of them when None)."""
-        drafted = width if drafted is None else drafted
-        extra = self._draft(drafted) - self._draft(width) if drafted > width else 0.0
+        """A round that verifies `width` drafts of `drafted` places (as many as when it was measured, when None)."""
+        measured = (self.places or width) if width else 0
+        drafted = measured if drafted is None else drafted
+        extra = self._draft(drafted) - self._draft(measured)
         return (_interpolate(self.round_seconds, width) + extra) * self._drift
 
     def observe(self, seconds: float, width: int, drafted: int) -> None:
@@ -195,7 +222,7 @@ class Pauses:
 class SteadyWidth:
     """The one width with the most expected tokens a second, by the acceptance of the rounds so far."""
 
-    reads_confidence = False
+    reads_confidence = branches = False
 
     def __init__(self, costs: RoundCosts, widest: int, estimate: AcceptanceEstimate | None = None) -> None:
         self.costs, self.widest = costs, widest
@@ -209,10 +236,12 @@ class SteadyWidth:
     def next_width(self) -> int:
         return 0 if self.pauses.take_rest() else self.width
 
-    def choose(self, confidence: Sequence[float]) -> int:
-        return len(confidence)
+    def choose(self, candidates: Candidates) -> DraftTree:
+        return DraftTree.of(list(islice(grow(candidates), self.width)), candidates)
 
-    def observe(self, *, drafted: int, width: int, num_accepted: int, seconds: float | None) -> None:
+    def observe(
+        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
+    ) -> None:
         if seconds is not None:
             self.costs.observe(seconds, width, drafted)
         if width == 0:
@@ -235,53 +264,63 @@ class SteadyWidth:
 
 
 class ConfidentWidth:
-    """Each round's own width: drafts are verified as long as they are likely enough to be worth their time.
+    """Each round's own drafts: the likeliest ones, as long as they are likely enough to be worth their time.
 
-    The drafter's probability of its best token is close to the rate at which the target keeps it, so a prefix's chance
-    is the product of its probabilities. A round should maximize expected tokens - speed * seconds, where speed is the
-    answer's tokens a second so far (the rule that maximizes tokens a second in the long run).
+    The drafter's probability of a token is close to the rate at which the target keeps it, so a path's chance is the
+    product of its probabilities, and the chances of all drafts add up to the number that is kept. A round should
+    maximize expected tokens - speed * seconds, where speed is the answer's tokens a second so far (the rule that
+    maximizes tokens a second in the long run).
     """
 
     reads_confidence = True
 
-    def __init__(self, costs: RoundCosts, widest: int) -> None:
-        self.costs, self.widest = costs, widest
+    def __init__(self, costs: RoundCosts, places: int) -> None:
+        """places: the most that the drafter can draft."""
+        self.costs, self.places = costs, places
+        self.branches = costs.places > 0
+        self.widest = max(costs.round_seconds) if self.branches else places
         self.pauses = Pauses()
-        self._chosen: deque[int] = deque([widest // 2], maxlen=6)
+        self._depths: deque[int] = deque([places // 2], maxlen=6)
         # Kept drafts, and what the confidence promised, of the drafts judged so far; sampling keeps fewer than it says.
         self._kept = self._promised = 20.0
-        self._in_flight: Sequence[float] = ()
+        self._in_flight: DraftTree | None = None
 
     def next_width(self) -> int:
         if self.pauses.take_rest():
             return 0
-        # Drafting costs time too: not much further than widths were lately.
-        return min(self.widest, max(self._chosen) + 3)
+        # Drafting costs time too: not much further than drafts were lately.
+        return min(self.places, max(self._depths) + 3)
 
-    def choose(self, confidence: Sequence[float]) -> int:
-        scale = self._kept / self._promised
-        drafted = len(confidence)
+    def choose(self, candidates: Candidates) -> DraftTree:
+        drafted = candidates.depth
         speed = self.pauses.speed or 1.0 / self.costs.plain
-        width, expected, survival = 0, 1.0, 1.0
-        best = expected - speed * self.costs.round(0, drafted=drafted)
-        for i, probability in enumerate(confidence):
-            survival *= min(probability * scale, 0.995)
-            expected += survival
-            value = expected - speed * self.costs.round(i + 1, drafted=drafted)
-            if value > best:
-                best, width = value, i + 1
-        self._chosen.append(width)
-        self._in_flight = confidence
-        return width
+        nodes: list[Node] = []
+        best, expected = 0, 1.0
+        highest = expected - speed * self.costs.round(0, drafted=drafted)
+        for node in grow(candidates, scale=self._kept / self._promised):
+            if len(nodes) == self.widest or node.chance == 0:
+                break
+            nodes.append(node)
+            expected += node.chance
+            value = expected - speed * self.costs.round(len(nodes), drafted=drafted)
+            if value > highest:
+                best, highest = len(nodes), value
+        tree = DraftTree.of(nodes[:best], candidates)
+        self._depths.append(tree.depth)
+        self._in_flight = tree
+        return tree
 
-    def observe(self, *, drafted: int, width: int, num_accepted: int, seconds: float | None) -> None:
+    def observe(
+        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
+    ) -> None:
         if seconds is not None:
             self.costs.observe(seconds, width, drafted)
         if drafted == 0:
             return
-        judged = self._in_flight[: min(num_accepted + 1, width)]
-        self._kept = _FADE * self._kept + min(num_accepted, width)
-        self._promised = _FADE * self._promised + sum(judged)
+        if self._in_flight is not None:
+            self._kept = _FADE * self._kept + num_accepted
+            self._promised = _FADE * self._promised + self._in_flight.promised(path)
+            self._in_flight = None
         self.pauses.observe(num_accepted + 1, self.costs.round(width, drafted=drafted), self.costs.plain)
 
     def take_notice(self) -> str | None:
@@ -290,5 +329,7 @@ class ConfidentWidth:
 
 
 def choose_policy(costs: RoundCosts, widest: int, estimate: AcceptanceEstimate | None = None) -> WidthPolicy:
-    """The policy for a machine with these costs."""
-    return ConfidentWidth(costs, widest) if costs.steep else SteadyWidth(costs, widest, estimate)
+    """The policy for a machine with these costs and a drafter that drafts at most `widest` places."""
+    if costs.steep or costs.places:
+        return ConfidentWidth(costs, widest)
+    return SteadyWidth(costs, widest, estimate)

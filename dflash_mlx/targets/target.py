@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx.errors import CheckpointError, PairError
-from dflash_mlx.targets.device_cache import works_with
+from dflash_mlx.targets import branching, device_cache
 from dflash_mlx.targets.taps import tapped
 
 # Where mlx-lm's classes keep a language model inside another module, and what they call its parts.
@@ -52,6 +53,7 @@ class Target:
     final_norm: Callable[[mx.array], mx.array] | None
     _heads: dict[tuple[int, ...], Callable[[mx.array], mx.array]] = field(default_factory=dict)
     _device_lengths: bool | None = None
+    _trees: bool | None = None
 
     def head_for(self, token_ids: Sequence[int]) -> Callable[[mx.array], mx.array]:
         """The head's rows for some tokens only: hidden states (..., D) -> logits (..., len(token_ids))."""
@@ -66,8 +68,19 @@ class Target:
     def takes_device_lengths(self) -> bool:
         """Whether the model runs with `targets.device_cache`; found out by running it, the first time."""
         if self._device_lengths is None:
-            self._device_lengths = works_with(self.model, self.vocab_size, self.make_cache())
+            self._device_lengths = device_cache.works_with(self.model, self.vocab_size, self.make_cache())
         return self._device_lengths
+
+    def takes_trees(self) -> bool:
+        """Whether the model runs with `targets.branching`; found out by running it, the first time."""
+        if self._trees is None:
+            self._trees = branching.works_with(self.model, self.vocab_size, self.make_cache)
+        return self._trees
+
+    @cached_property
+    def ropes(self) -> list[nn.Module]:
+        """The model's rotary embeddings."""
+        return branching.find_ropes(self.model)
 
     def forward(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """tokens (1, L) -> logits (1, L, V); appends the tokens to the cache."""

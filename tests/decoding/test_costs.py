@@ -19,15 +19,25 @@ def stored(tmp_path):
     return list((tmp_path / "round-costs").glob("*.json"))
 
 
-def test_every_kind_of_round_is_timed():
-    measured = costs.measure(tiny_target("llama"), tiny_drafter(), block_size=8)
-    assert {0, 1, 7} <= measured.round_seconds.keys()
-    assert measured.draft_seconds.keys() == measured.round_seconds.keys() - {0}
+@pytest.mark.parametrize("trees", [True, False])
+def test_every_kind_of_round_is_timed(trees, monkeypatch):
+    target = tiny_target("llama")
+    monkeypatch.setattr(target, "_trees", trees)
+    monkeypatch.setattr(costs, "_TREE_WORTH", 100.0)
+    measured = costs.measure(target, tiny_drafter(), block_size=8)
+    assert measured.places == (7 if trees else 0)
+    assert {0, 1, 7, *((31,) if trees else ())} <= measured.round_seconds.keys()
+    assert measured.draft_seconds.keys() == {w for w in measured.round_seconds if 0 < w <= 7}
     assert all(0 < seconds < 5 for seconds in [*measured.round_seconds.values(), *measured.draft_seconds.values()])
 
 
+def test_trees_that_take_too_long_are_not_chosen(monkeypatch):
+    monkeypatch.setattr(costs, "_TREE_WORTH", 0.01)
+    assert costs.measure(tiny_target("llama"), tiny_drafter(), block_size=8).places == 0
+
+
 def test_measured_once_then_remembered(load, tmp_path, monkeypatch):
-    found = RoundCosts({0: 1.0, 1: 1.1, 7: 1.2}, {1: 0.1, 7: 0.2}, steep=False)
+    found = RoundCosts({0: 1.0, 1: 1.1, 7: 1.2}, {1: 0.1, 7: 0.2}, steep=False, places=7)
     monkeypatch.setattr(costs, "measure", lambda *_, **__: found)
     assert load() == found
     monkeypatch.setattr(costs, "measure", lambda *_, **__: pytest.fail("measured again"))

@@ -3,10 +3,10 @@ from dflash_mlx.decoding.stats import Acceptance
 
 def test_totals_by_hand():
     acceptance = Acceptance()
-    acceptance.record(width=0, num_accepted=0, tokens=1)
-    acceptance.record(width=3, num_accepted=3, tokens=4)
-    acceptance.record(width=3, num_accepted=1, tokens=2)
-    acceptance.record(width=1, num_accepted=0, tokens=1)
+    acceptance.record(width=0, depth=0, num_accepted=0, tokens=1)
+    acceptance.record(width=3, depth=3, num_accepted=3, tokens=4)
+    acceptance.record(width=3, depth=3, num_accepted=1, tokens=2)
+    acceptance.record(width=1, depth=1, num_accepted=0, tokens=1)
     assert acceptance.to_json() == {
         "rounds": 3,
         "drafted": 7,
@@ -18,6 +18,15 @@ def test_totals_by_hand():
         "single_steps": 1,
     }
     assert list(acceptance.recent) == [(3, 3), (3, 1), (1, 0)]
+
+
+def test_a_tree_counts_places_by_its_depth():
+    """Seven drafts, at most two of which can be kept: position 3 was never tried."""
+    acceptance = Acceptance()
+    acceptance.record(width=7, depth=2, num_accepted=1, tokens=2)
+    assert acceptance.per_position == [1.0, 0.0]
+    assert acceptance.acceptance_rate == 1 / 7
+    assert list(acceptance.recent) == [(2, 1)]
 
 
 def test_nothing_recorded():

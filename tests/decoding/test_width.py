@@ -2,8 +2,10 @@
 
 import random
 
+import numpy as np
 import pytest
 
+from dflash_mlx.decoding.tree import Candidates
 from dflash_mlx.decoding.width import (
     AcceptanceEstimate,
     ConfidentWidth,
@@ -18,8 +20,17 @@ FLAT = RoundCosts({0: 3.0, 1: 5.0, 15: 5.2}, {1: 1.0, 15: 1.0}, steep=False)
 STEEP = RoundCosts({0: 50.0, 1: 70.0, 7: 110.0, 15: 130.0}, {1: 12.0, 15: 25.0}, steep=True)
 
 
+TREES = RoundCosts({0: 50.0, 1: 75.0, 7: 112.0, 15: 130.0, 31: 190.0}, {1: 12.0, 15: 25.0}, steep=True, places=15)
+
+
 def copy(costs):
-    return RoundCosts(dict(costs.round_seconds), dict(costs.draft_seconds), steep=costs.steep)
+    return RoundCosts(dict(costs.round_seconds), dict(costs.draft_seconds), steep=costs.steep, places=costs.places)
+
+
+def chain(chances):
+    """Candidates, one a place, that are kept with these chances."""
+    with np.errstate(divide="ignore"):
+        return Candidates(np.arange(len(chances))[:, None], np.log(np.array(chances, dtype=np.float32))[:, None])
 
 
 def simulate(policy, costs, chance, rounds, seed=0):
@@ -28,12 +39,13 @@ def simulate(policy, costs, chance, rounds, seed=0):
     tokens = seconds = 0.0
     for _ in range(rounds):
         drafted = policy.next_width()
-        width = policy.choose([chance] * drafted) if policy.reads_confidence and drafted else drafted
+        width = policy.choose(chain([chance] * drafted)).size if policy.reads_confidence and drafted else drafted
         accepted = 0
         while accepted < width and rng.random() < chance:
             accepted += 1
         took = costs.round(width, drafted=drafted)
-        policy.observe(drafted=drafted, width=width, num_accepted=accepted, seconds=took)
+        path = range(accepted + 1)
+        policy.observe(drafted=drafted, width=width, num_accepted=accepted, path=path, seconds=took)
         tokens, seconds = tokens + accepted + 1, seconds + took
     return tokens / seconds
 
@@ -48,6 +60,10 @@ def best_fixed(costs, chance):
 def test_costs_interpolate_and_count_unused_drafts():
     assert STEEP.round(4) == pytest.approx(90.0)
     assert STEEP.round(15) == 130.0
+    # A tree's rounds were measured with drafts of 15 places; shorter ones cost less.
+    assert TREES.round(31) == 190.0
+    assert TREES.round(31, drafted=1) == pytest.approx(190.0 - 13.0)
+    assert TREES.round(0) == 50.0
     # Verifying 1 of 15 drafts costs a round of 1 and the longer draft.
     assert STEEP.round(1, drafted=15) == pytest.approx(70.0 + 25.0 - 12.0)
     assert STEEP.round(0, drafted=1) == pytest.approx(50.0 + 12.0)
@@ -77,6 +93,18 @@ def test_where_width_costs_little_the_steady_policy_is_chosen():
     assert isinstance(choose_policy(copy(FLAT), 15), SteadyWidth)
     assert isinstance(choose_policy(copy(STEEP), 15), ConfidentWidth)
     assert not FixedWidth(3).reads_confidence
+    assert choose_policy(copy(TREES), 15).branches
+    assert not choose_policy(copy(STEEP), 15).branches
+
+
+def test_a_fixed_tree_is_the_likeliest_of_its_size():
+    policy = FixedWidth(3, places=2)
+    candidates = Candidates(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.5, 0.4], [0.9, 0.1]], dtype=np.float32)))
+    tree = policy.choose(candidates)
+    # 0.5, 0.45 behind it, and 0.4: more than anything else behind them.
+    assert tree.tokens.tolist() == [1, 3, 2]
+    assert tree.parents == (0, 1, 0)
+    assert policy.next_width() == 2
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.7, 0.85, 0.95])
@@ -106,19 +134,71 @@ def test_hopeless_drafts_cost_little(costs, chance):
 def test_confidence_chooses_width_by_the_round():
     policy = ConfidentWidth(copy(STEEP), 15)
     sure, unsure = [0.99] * 15, [0.05] * 15
-    assert policy.choose(sure) == 15
-    assert policy.choose(unsure) == 0
-    assert policy.choose([0.95, 0.95, 0.1] + [0.9] * 12) == 2
+    assert policy.choose(chain(sure)).size == 15
+    assert policy.choose(chain(unsure)).size == 0
+    assert policy.choose(chain([0.95, 0.95, 0.1] + [0.9] * 12)).size == 2
 
 
 def test_overconfident_drafters_are_corrected():
     """Promises of 0.9 that hold one time in four: after a while they are not believed."""
     policy = ConfidentWidth(copy(STEEP), 15)
-    before = policy.choose([0.9] * 15)
+    promises = chain([0.9] * 15)
+    before = policy.choose(promises).size
     for i in range(60):
-        width = policy.choose([0.9] * 15)
-        policy.observe(drafted=15, width=width, num_accepted=1 if i % 4 == 0 and width else 0, seconds=None)
-    assert policy.choose([0.9] * 15) < before / 2
+        width = policy.choose(promises).size
+        accepted = 1 if i % 4 == 0 and width else 0
+        policy.observe(drafted=15, width=width, num_accepted=accepted, path=range(accepted + 1), seconds=None)
+    assert policy.choose(promises).size < before / 2
+
+
+def text_of(rng, places, alternatives):
+    """Probabilities (places, alternatives) of a random text, the best first, as a drafter that is right about it."""
+    raw = -np.sort(-rng.dirichlet([0.2] * (alternatives + 1), places)[:, :alternatives], axis=1)
+    return Candidates(np.tile(np.arange(alternatives), (places, 1)), np.log(np.maximum(raw, 1e-9)).astype(np.float32))
+
+
+def follow(rng, tree, candidates):
+    """Draw the text by the candidates' probabilities and walk through the tree: the rows gone through."""
+    path = [0]
+    for place in range(candidates.depth):
+        token = np.searchsorted(np.cumsum(np.exp(candidates.log_probs[place])), rng.random())
+        row = [i for i, p in enumerate(tree.parents, 1) if p == path[-1] and tree.tokens[i - 1] == token]
+        if not row:
+            break
+        path += row
+    return path
+
+
+def test_trees_are_faster_than_chains():
+    """On the same text and machine, choosing among 8 tokens a place gains against choosing among 1."""
+    reached = {}
+    for alternatives in (1, 8):
+        rng = np.random.default_rng(0)
+        policy = ConfidentWidth(copy(TREES), 15)
+        tokens = seconds = 0.0
+        for _ in range(400):
+            candidates = text_of(rng, max(policy.next_width(), 1), 8)
+            few = Candidates(candidates.token_ids[:, :alternatives], candidates.log_probs[:, :alternatives])
+            tree = policy.choose(few)
+            path = follow(rng, tree, candidates)
+            took = TREES.round(tree.size, drafted=candidates.depth)
+            policy.observe(
+                drafted=candidates.depth, width=tree.size, num_accepted=len(path) - 1, path=path, seconds=took
+            )
+            tokens, seconds = tokens + len(path), seconds + took
+        reached[alternatives] = tokens / seconds
+    assert reached[8] > 1.05 * reached[1]
+
+
+def test_a_tree_stops_where_the_next_draft_is_not_worth_its_time():
+    policy = ConfidentWidth(copy(TREES), 15)
+    sure = Candidates(np.arange(30).reshape(15, 2), np.log(np.array([[0.9, 0.05]] * 15, dtype=np.float32)))
+    unsure = Candidates(np.arange(60).reshape(15, 4), np.log(np.array([[0.3, 0.2, 0.2, 0.1]] * 15, dtype=np.float32)))
+    assert 15 <= policy.choose(sure).size <= 31
+    assert policy.choose(sure).depth > policy.choose(unsure).depth
+    few = policy.choose(unsure).size
+    policy.costs.round_seconds = {width: 50.0 + 0.1 * width for width in TREES.round_seconds}
+    assert policy.choose(unsure).size == 31 > few
 
 
 def test_pauses_grow_and_end():

@@ -5,8 +5,10 @@ That a forward and a path equal the official ones is in test_official.py.
 
 import itertools
 import random
+from itertools import islice
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from test_sampling import CASES, PROMPT, VOCAB, chi_square_p, exact_joint, sample
 from tiny import SECOND, plain_tokens, tiny_drafter, tiny_target
@@ -15,9 +17,9 @@ from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, Greedy, Rejecti
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.path import propose_path
 from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.tree import DraftTree, grow
 from dflash_mlx.decoding.width import FixedWidth
-from dflash_mlx.drafters.dflash2 import best_columns
-from dflash_mlx.sampling import SamplingParams
+from dflash_mlx.sampling import SamplingParams, best_columns
 
 RUNS = 2500
 ALL_SLIDING = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9, "is_causal": False}
@@ -26,7 +28,7 @@ ALL_SLIDING = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9, "
 class Confident:
     """Verifies the drafts that the drafter is sure of: how many depends on the context, and must not bias samples."""
 
-    reads_confidence = True
+    reads_confidence, branches = True, False
 
     def __init__(self, enough: float) -> None:
         self.enough, self.chosen = enough, []
@@ -34,12 +36,12 @@ class Confident:
     def next_width(self) -> int:
         return 3
 
-    def choose(self, confidence):
-        sure = [probability > self.enough for probability in confidence]
+    def choose(self, candidates):
+        sure = (np.exp(candidates.log_probs[:, 0]) > self.enough).tolist()
         self.chosen.append(sure.index(False) if False in sure else len(sure))
-        return self.chosen[-1]
+        return DraftTree.of(list(islice(grow(candidates), self.chosen[-1])), candidates)
 
-    def observe(self, *, drafted, width, num_accepted, seconds):
+    def observe(self, *, drafted, width, num_accepted, path, seconds):
         pass
 
     def take_notice(self):

@@ -1,0 +1,149 @@
+"""A tree of drafts: several ways the text may go on, judged in one forward (DDTree, arXiv 2604.12989, section 4).
+
+A drafter says of each place behind the anchor how likely each token is there, whatever comes before it. A path's chance
+is the product of its tokens' probabilities, so the likeliest paths are found best first, and the sum of their chances
+is the number of drafts that the target can be expected to keep.
+
+Rows of a round: row 0 is the anchor, row i the draft i - 1 of the tree. A row comes behind its parent's.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+# Tokens considered at each place; of the trees of 15 drafts that the demo pair grows, fewer than 1 % hold a rarer one.
+BRANCHES = 8
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A drafter's K best tokens at each of W places: token_ids and log_probs, (W, K), the best first."""
+
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+
+    @property
+    def depth(self) -> int:
+        return len(self.token_ids)
+
+    def shortened(self, depth: int) -> "Candidates":
+        return Candidates(self.token_ids[:depth], self.log_probs[:depth])
+
+
+class Node(NamedTuple):
+    """A draft in the order of growth: its path's chance, its place (0: right behind the anchor), which of the place's
+
+    candidates it is, and the node before it on its path (None: the anchor)."""
+
+    chance: float
+    place: int
+    rank: int
+    parent: int | None
+
+
+def grow(candidates: Candidates, *, scale: float = 1.0) -> Iterator[Node]:
+    """All paths' ends in falling order of their chances; a node always comes behind its parent.
+
+    `scale` multiplies every probability, which stays below 1.
+    """
+    if candidates.depth == 0:
+        return
+    probabilities = np.minimum(np.exp(candidates.log_probs.astype(np.float64)) * scale, 0.995).tolist()
+    # Waiting: (minus the chance, place, rank, parent, the parent's chance). A node brings its next sibling and its
+    # likeliest child in, so every node waits exactly once.
+    waiting = [(-probabilities[0][0], 0, 0, -1, 1.0)]
+    count = 0
+    while waiting:
+        negative, place, rank, parent, before = heapq.heappop(waiting)
+        yield Node(-negative, place, rank, parent if parent >= 0 else None)
+        if rank + 1 < len(probabilities[place]):
+            heapq.heappush(waiting, (-before * probabilities[place][rank + 1], place, rank + 1, parent, before))
+        if place + 1 < candidates.depth:
+            heapq.heappush(waiting, (negative * probabilities[place + 1][0], place + 1, 0, count, -negative))
+        count += 1
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """N drafts: tokens (N,), the rows of their parents, and the drafter's probability of each token at its place.
+
+    A parent comes before its children, and the likeliest path comes first, so that what is kept most often lies in the
+    rows where it belongs.
+    """
+
+    tokens: np.ndarray
+    parents: tuple[int, ...]
+    probabilities: tuple[float, ...]
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node], candidates: Candidates) -> "DraftTree":
+        """The tree of the first nodes that `grow` gave for these candidates."""
+        children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
+        for i, node in enumerate(nodes):
+            children[0 if node.parent is None else node.parent + 1].append(i)
+        order: list[int] = []
+        rows = {0: 0}
+        waiting = children[0][::-1]
+        while waiting:
+            i = waiting.pop()
+            order.append(i)
+            rows[i + 1] = len(order)
+            waiting += children[i + 1][::-1]
+        drafted = [nodes[i] for i in order]
+        places, ranks = [node.place for node in drafted], [node.rank for node in drafted]
+        return cls(
+            candidates.token_ids[places, ranks].astype(np.uint32),
+            tuple(rows[0 if node.parent is None else node.parent + 1] for node in drafted),
+            tuple(np.exp(candidates.log_probs[places, ranks].astype(np.float64)).tolist()),
+        )
+
+    @property
+    def size(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """Of each row, the anchor's 0 included: how far it is behind the anchor, (N + 1,)."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths)
+
+    @cached_property
+    def visible(self) -> np.ndarray:
+        """Which rows each row continues, itself included: boolean (N + 1, N + 1)."""
+        visible = np.eye(self.size + 1, dtype=bool)
+        for row, parent in enumerate(self.parents, start=1):
+            visible[row] |= visible[parent]
+        return visible
+
+    def promised(self, path: Sequence[int]) -> float:
+        """The probability that the path went on, summed over the rows of it that have children."""
+        on_path = set(path)
+        return sum(p for parent, p in zip(self.parents, self.probabilities, strict=True) if parent in on_path)
+
+
+def walk(tree: DraftTree, choices: mx.array) -> tuple[mx.array, mx.array]:
+    """Follow the target's choices (N + 1,), one for each row, from the anchor on: (num_accepted (), path (D + 1,)).
+
+    path: the rows gone through, the anchor's first; what comes behind index `num_accepted` is meaningless. Stays on the
+    device.
+    """
+    parents = mx.array([0, *tree.parents])
+    rows = mx.arange(tree.size + 1)
+    differs = mx.concatenate([mx.array([0], dtype=mx.uint32), mx.array(tree.tokens)]) != choices[parents]
+    differs = mx.where(rows == 0, False, differs)
+    # A row is reached when it and all that it continues are what the target chose; siblings differ, so rows reached
+    # make one path.
+    reached = (differs[None] & mx.array(tree.visible)).sum(axis=1) == 0
+    path = mx.argsort(mx.where(reached, rows, rows + rows.size))[: tree.depth + 1]
+    return reached.sum() - 1, path

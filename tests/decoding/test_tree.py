@@ -1,0 +1,143 @@
+"""Trees of drafts: grown best first, judged as a walk from row to row would."""
+
+import itertools
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.decoding.accept import DraftVocabulary, Greedy, judge, rank
+from dflash_mlx.decoding.tree import Candidates, DraftTree, grow, walk
+
+
+def random_candidates(rng, places, branches, vocabulary=50):
+    ids = np.stack([rng.choice(vocabulary, branches, replace=False) for _ in range(places)])
+    return Candidates(ids, np.log(-np.sort(-rng.dirichlet(np.ones(branches + 1), places)[:, :branches], axis=1)))
+
+
+def random_tree(rng, size):
+    candidates = random_candidates(rng, 6, 4)
+    return DraftTree.of(list(itertools.islice(grow(candidates), size)), candidates)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_paths_come_in_falling_order_of_chance(seed):
+    """All 3 + 9 + 27 + 81 paths, in the order that a sort of them all gives."""
+    candidates = random_candidates(np.random.default_rng(seed), 4, 3)
+    nodes = list(grow(candidates))
+    paths = []
+    for node in nodes:
+        before = paths[node.parent] if node.parent is not None else ()
+        paths.append((*before, node.rank))
+        assert node.place == len(before)
+    assert sorted(paths) == sorted(p for depth in range(1, 5) for p in itertools.product(range(3), repeat=depth))
+    chances = [np.exp(sum(candidates.log_probs[i, rank] for i, rank in enumerate(path))) for path in paths]
+    assert [node.chance for node in nodes] == pytest.approx(chances)
+    assert chances == sorted(chances, reverse=True)
+
+
+def test_scale_moves_every_probability_and_none_to_certainty():
+    candidates = Candidates(np.array([[1], [2]]), np.log(np.array([[0.8], [0.5]])))
+    assert [node.chance for node in grow(candidates, scale=0.5)] == pytest.approx([0.4, 0.1])
+    assert [node.chance for node in grow(candidates, scale=10.0)] == pytest.approx([0.995, 0.995**2])
+
+
+def test_rows_follow_their_parents_and_the_likeliest_path_comes_first():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        tree = random_tree(rng, int(rng.integers(1, 40)))
+        assert all(parent <= i for i, parent in enumerate(tree.parents))
+        best = 0
+        while best < tree.size and tree.parents[best] == best:
+            best += 1
+        heads = [i for i, parent in enumerate(tree.parents, 1) if parent == 0]
+        assert heads[0] == 1
+        assert tree.probabilities[0] == max(tree.probabilities[i - 1] for i in heads)
+        assert best >= 1
+        for row in range(1, tree.size + 1):
+            line = {row}
+            while row:
+                row = tree.parents[row - 1]
+                line.add(row)
+            assert set(np.flatnonzero(tree.visible[max(line)])) == line
+            assert tree.depths[max(line)] == len(line) - 1
+
+
+def test_no_drafts_are_a_tree_too():
+    empty = DraftTree.of([], random_candidates(np.random.default_rng(0), 2, 2))
+    assert (empty.size, empty.depth, empty.depths) == (0, 0, [0])
+    assert list(grow(empty_candidates := Candidates(np.zeros((0, 2)), np.zeros((0, 2))))) == []
+    assert empty_candidates.depth == 0
+
+
+def walked(tree, choices):
+    """The rows that the choices lead through, a step at a time."""
+    path = [0]
+    while True:
+        wanted = choices[path[-1]]
+        rows = [i for i, p in enumerate(tree.parents, 1) if p == path[-1] and tree.tokens[i - 1] == wanted]
+        if not rows:
+            return path
+        path += rows
+
+
+def test_the_walk_on_the_device_is_the_walk_by_hand():
+    lengths = set()
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        tree = random_tree(rng, int(rng.integers(1, 30)))
+        choices = rng.integers(0, 50, tree.size + 1).astype(np.uint32)
+        # Mostly choose a child, so that walks of every length come up.
+        for row in range(tree.size + 1):
+            children = [i for i, p in enumerate(tree.parents, 1) if p == row]
+            if children and rng.random() < 0.8:
+                choices[row] = tree.tokens[rng.choice(children) - 1]
+        expected = walked(tree, choices.tolist())
+        num_accepted, path = walk(tree, mx.array(choices))
+        assert path.shape == (tree.depth + 1,)
+        assert path[: num_accepted.item() + 1].tolist() == expected
+        assert tree.promised(expected) == pytest.approx(
+            sum(tree.probabilities[i - 1] for i in range(1, tree.size + 1) if tree.parents[i - 1] in expected)
+        )
+        lengths.add(len(expected))
+    assert lengths >= {1, 2, 3, 4}
+
+
+def test_an_outcome_brings_the_kept_drafts_and_the_targets_own_token():
+    rng = np.random.default_rng(3)
+    tree = random_tree(rng, 12)
+    logits = mx.array(rng.normal(size=(13, 50)).astype(np.float32))
+    child = tree.parents.index(0) + 1
+    logits[0, int(tree.tokens[child - 1])] = 100.0
+    outcome = judge(Greedy(), tree, logits, 7)
+    choices = mx.argmax(logits, axis=-1).tolist()
+    ranking = rank(mx.array(rng.normal(size=(3, 50))), 4, None)
+    reading = outcome.read(ranking)
+    assert reading.path == walked(tree, choices)
+    assert reading.tokens == [choices[row] for row in reading.path]
+    assert reading.num_accepted == len(reading.path) - 1 >= 1
+    assert reading.candidates.token_ids.shape == (3, 4)
+    assert outcome.next_anchor.item() == reading.tokens[-1]
+
+
+@pytest.mark.parametrize("vocabulary", [None, DraftVocabulary(mx.array(random.Random(0).sample(range(500), 40)), 500)])
+def test_candidates_are_the_likeliest_tokens(vocabulary):
+    scores = np.random.default_rng(0).normal(0, 3, (5, 40)).astype(np.float32)
+    scores[:, 3:30] = -np.inf  # what a filter has removed
+    ranking = rank(mx.array(scores), 8, vocabulary)
+    found = ranking.read(np.array(ranking.packed))
+    logs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    order = np.argsort(-logs, axis=1)[:, :8]
+    assert (found.token_ids == (order if vocabulary is None else np.array(vocabulary.token_ids)[order])).all()
+    np.testing.assert_allclose(found.log_probs, np.take_along_axis(logs, order, axis=1), rtol=1e-5)
+
+
+def test_removed_tokens_are_never_drafted():
+    scores = mx.full((2, 600), -mx.inf)
+    scores[:, 7] = 0.0
+    ranking = rank(scores, 8, None)
+    found = ranking.read(np.array(ranking.packed))
+    assert found.token_ids[:, 0].tolist() == [7, 7]
+    assert (found.token_ids < 600).all()
+    assert np.exp(found.log_probs).tolist() == [[1.0, *[0.0] * 7]] * 2
