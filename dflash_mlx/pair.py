@@ -22,6 +22,7 @@ from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.registry import ModelSource, find_pair, parse_source
 from dflash_mlx.hub.resolve import pair_for_target
+from dflash_mlx.targets.few_rows import use_where_faster
 from dflash_mlx.targets.target import Target, load_target
 
 Report = Callable[[str, float | None], None]
@@ -129,6 +130,7 @@ def load_pair(
         report("loading the drafter", None)
         drafter = load_drafter(drafter_folder, dtype=activations)
         check_shapes(target, drafter)
+        use_where_faster(target, drafter)
     pair = ModelPair(
         name=label,
         target=target,
