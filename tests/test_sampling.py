@@ -17,6 +17,7 @@ from dflash_mlx.decoding import accept
 from dflash_mlx.decoding.accept import Coupled, Rejection, choose_strategy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.tree import DraftTree, grow
 from dflash_mlx.decoding.width import FixedWidth
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import UsageError
@@ -127,6 +128,33 @@ def test_coupled_sampling_keeps_the_targets_distribution(target, drafter):
     assert chi_square_p(counts, exact_joint(target, params), RUNS) > 1e-3
 
 
+class SureTrees(FixedWidth):
+    """Verifies the drafts with a chance above a quarter, sometimes none: what is drafted depends on the very noise that
+
+    the target's tokens are chosen with, and must not bias them.
+    """
+
+    def choose(self, candidates):
+        self.sizes = getattr(self, "sizes", set())
+        tree = DraftTree.of([node for node in grow(candidates) if node.chance > 0.4], candidates)
+        self.sizes.add(tree.size)
+        return tree
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*(pytest.param(case, marks=pytest.mark.long) for case in (0, 1)), 2])
+def test_trees_keep_the_targets_distribution(target, drafter, case):
+    """Without a seed: each answer has noise of its own."""
+    params = CASES[case]
+    if case == 0:
+        drafter = DFlashDrafter(replace(drafter.config, draft_token_ids=(0, 2, 3)))
+    policy = SureTrees(1, places=3) if case else FixedWidth(9, places=3)
+    counts = sample(target, drafter, params, RUNS, lambda run: Rejection(params, seed=run), policy)
+    assert chi_square_p(counts, exact_joint(target, params), RUNS) > 1e-3
+    if case:
+        assert {0, 1} < policy.sizes
+
+
 @pytest.mark.slow
 def test_the_test_notices_biased_acceptance(target, drafter, monkeypatch):
     """Keeping drafts a third too often must fail the same test."""
@@ -174,12 +202,12 @@ def test_equal_distributions_keep_everything():
 def test_a_seed_gives_the_same_answer_with_any_drafter_and_none(params):
     target = tiny_target("qwen3")
 
-    def answer(drafter, width):
+    def answer(drafter, width, places=0):
         steps = decode(
             Session(target, drafter),
             [1, 2, 3],
             strategy=choose_strategy(params),
-            policy=FixedWidth(width),
+            policy=FixedWidth(width, places=places),
             max_tokens=40,
             eos_ids=set(),
         )
@@ -189,6 +217,7 @@ def test_a_seed_gives_the_same_answer_with_any_drafter_and_none(params):
     assert answer(None, 0) == plain
     for seed, width in itertools.product((1, 2), (1, 3, 7)):
         assert answer(tiny_drafter(seed=seed), width) == plain
+        assert answer(tiny_drafter(seed=seed), 4 * width, places=width) == plain
         assert answer(tiny_drafter(seed=seed, draft_token_ids=(1, 5, 7, 30)), width) == plain
     params = replace(params, seed=999)
     assert answer(None, 0) != plain

@@ -29,8 +29,9 @@ _SECONDS_A_WIDTH = 0.08
 _DISTURBED = 1.25
 # Measuring stops after about this long; widths not reached are interpolated.
 _SECONDS_TO_SPEND = 4.0
-# A tree keeps a fifth more drafts than a chain of as many (bench, the demo pair); it may take this much longer.
-_TREE_WORTH = 1.15
+# How many times as many tokens as a chain of all places a round gains by a tree of as many drafts, and of twice as many
+# and one (the demo pair, built-in prompts). So much longer may it take.
+_TREE_GAIN, _WIDE_TREE_GAIN = 1.25, 1.35
 
 
 def load_or_measure(
@@ -70,9 +71,9 @@ def plausible(costs: RoundCosts) -> bool:
 def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> RoundCosts:
     """Time real rounds of the decode loop at several widths, and drafts alone; the most telling widths first.
 
-    Drafts are a tree where the target takes that and a round of it takes not much longer than a chain's, which can be
-    queued ahead. Where width costs much, each round's is chosen by confidence, also a chain's: the host then waits for
-    the draft before it builds the round. Rounds are timed the way they will run.
+    Drafts are a tree where the target takes that and it gains more than the time by which its rounds are longer than a
+    chain's, which can be queued ahead. Where width costs much, each round's is chosen by confidence, also a chain's:
+    the host then waits for the draft before it builds the round. Rounds are timed the way they will run.
     """
     started = time.perf_counter()
     places = block_size - 1
@@ -81,9 +82,13 @@ def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> Round
     rounds = {} if steep else ends
     branches = False
     if Session(target, drafter).can_branch():
-        tree = _round_seconds(target, drafter, FixedWidth(places, places=places))
-        branches = tree < _TREE_WORTH * ends[places]
-        rounds = {places: tree} if branches else rounds
+        trees: dict[int, float] = {}
+        for width, gain in ((places, _TREE_GAIN), (2 * places + 1, _WIDE_TREE_GAIN)):
+            trees[width] = _round_seconds(target, drafter, FixedWidth(width, places=places))
+            branches = trees[width] < gain * ends[places]
+            if branches:
+                rounds = trees
+                break
     drafts: dict[int, float] = {}
     for width in _order(places, branches=branches):
         if len(drafts) >= 3 and time.perf_counter() - started > _SECONDS_TO_SPEND:
@@ -98,8 +103,9 @@ def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> Round
 
 def _order(places: int, *, branches: bool) -> list[int]:
     """Widths to measure, the most telling first. A tree may be wider than the places drafted."""
-    wanted = [0, places, 1, places // 2, *((31,) if branches else ()), 3, *((63,) if branches else ()), 2, 5, 4, 11]
-    return list(dict.fromkeys(w for w in wanted if 0 <= w <= places or (w > places and branches)))
+    wide, widest = 2 * places + 1, 4 * places + 3
+    wanted = [0, places, 1, places // 2, wide, 3, widest, 2, 5, 4, 11]
+    return list(dict.fromkeys(w for w in wanted if 0 <= w <= places or (branches and w in (wide, widest))))
 
 
 def _round_seconds(target: Target, drafter: DFlashDrafter, policy: FixedWidth) -> float:

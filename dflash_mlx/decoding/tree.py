@@ -16,7 +16,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-# Tokens considered at each place; of the trees of 15 drafts that the demo pair grows, fewer than 1 % hold a rarer one.
+# Tokens considered at each place. With 48 instead, a tree of 31 drafts of the demo pair gains 3.67 tokens a round and
+# not 3.65 (built-in prompts, replayed).
 BRANCHES = 8
 
 

@@ -23,17 +23,20 @@ def stored(tmp_path):
 def test_every_kind_of_round_is_timed(trees, monkeypatch):
     target = tiny_target("llama")
     monkeypatch.setattr(target, "_trees", trees)
-    monkeypatch.setattr(costs, "_TREE_WORTH", 100.0)
+    monkeypatch.setattr(costs, "_TREE_GAIN", 100.0)
     measured = costs.measure(target, tiny_drafter(), block_size=8)
     assert measured.places == (7 if trees else 0)
-    assert {0, 1, 7, *((31,) if trees else ())} <= measured.round_seconds.keys()
+    assert {0, 1, 7, *((15,) if trees else ())} <= measured.round_seconds.keys()
     assert measured.draft_seconds.keys() == {w for w in measured.round_seconds if 0 < w <= 7}
     assert all(0 < seconds < 5 for seconds in [*measured.round_seconds.values(), *measured.draft_seconds.values()])
 
 
 def test_trees_that_take_too_long_are_not_chosen(monkeypatch):
-    monkeypatch.setattr(costs, "_TREE_WORTH", 0.01)
+    monkeypatch.setattr(costs, "_TREE_GAIN", 0.01)
+    monkeypatch.setattr(costs, "_WIDE_TREE_GAIN", 0.01)
     assert costs.measure(tiny_target("llama"), tiny_drafter(), block_size=8).places == 0
+    monkeypatch.setattr(costs, "_WIDE_TREE_GAIN", 100.0)
+    assert costs.measure(tiny_target("llama"), tiny_drafter(), block_size=8).places == 7
 
 
 def test_measured_once_then_remembered(load, tmp_path, monkeypatch):
