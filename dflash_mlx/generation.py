@@ -30,7 +30,9 @@ class GenerationResponse:
 
     token_ids holds every token emitted, a final end-of-sequence token included; text leaves that one out, and a stop
     string too. Speeds are tokens a second: `prompt_tps` over the tokens that were not cached, up to the first new
-    token; `generation_tps` over the tokens after the first. logprobs: of token_ids, in order; empty unless asked for.
+    token; `generation_tps` over the tokens after the first. Of a round: num_accepted drafts were kept of `width`,
+    and at most `depth` could have been (a tree has more drafts than that). logprobs: of token_ids, in order; empty
+    unless asked for.
     """
 
     text: str
@@ -46,6 +48,7 @@ class GenerationResponse:
     acceptance: Acceptance | None = None
     num_accepted: int | None = None
     width: int | None = None
+    depth: int | None = None
     notice: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -73,11 +76,14 @@ def generate(
     session: Session | None = None,
     draft: bool = True,
     width: int | None = None,
+    tree: bool = False,
     constraint: Constraint | None = None,
 ) -> GenerationResponse:
     """The whole answer at once. Arguments as for `stream_generate`."""
     rounds = list(
-        stream_generate(pair, prompt, params, session=session, draft=draft, width=width, constraint=constraint)
+        stream_generate(
+            pair, prompt, params, session=session, draft=draft, width=width, tree=tree, constraint=constraint
+        )
     )
     return replace(
         rounds[-1],
@@ -95,6 +101,7 @@ def stream_generate(
     session: Session | None = None,
     draft: bool = True,
     width: int | None = None,
+    tree: bool = False,
     constraint: Constraint | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Iterator[GenerationResponse]:
@@ -102,7 +109,8 @@ def stream_generate(
 
     prompt: a string (one user message, through the chat template), chat messages, or token ids taken as they are.
     session: a conversation's caches (`pair.new_session()`); what it shares with the prompt is not computed again.
-    draft=False decodes plainly. width: drafts verified in each round; None chooses by measured speed.
+    draft=False decodes plainly. width: drafts verified in each round; None chooses by measured speed, trees of drafts
+    included. tree: the `width` drafts are a tree, which may be wider than the drafter's block.
     constraint: what the text must look like. on_prefill(done, total) is called after each chunk of the prompt; it may
     raise to cancel. Stop whenever you like: the session stays usable. Raises PromptError and UsageError.
     """
@@ -113,6 +121,7 @@ def stream_generate(
         session=session,
         draft=draft,
         width=width,
+        tree=tree,
         constraint=constraint,
         on_prefill=on_prefill,
     )
@@ -134,6 +143,7 @@ def generate_steps(
     session: Session | None = None,
     draft: bool = True,
     width: int | None = None,
+    tree: bool = False,
     constraint: Constraint | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Generator[GenerationResponse | None, None, None]:
@@ -144,7 +154,7 @@ def generate_steps(
     elif draft and pair.drafter is not None and session.drafter is None:
         raise UsageError("this session was made without a drafter; make it with pair.new_session().")
     drafting = draft and session.drafter is not None
-    policy = pair.width_policy(width) if drafting else FixedWidth(0)
+    policy = pair.width_policy(width, tree=tree) if drafting else FixedWidth(0)
     mode: Mode = "dflash" if drafting else "plain"
     return _respond(pair, session, tokens, params, max_tokens, policy, mode, constraint, on_prefill)
 
@@ -283,6 +293,7 @@ class _Answer:
             acceptance=self.acceptance if self.mode == "dflash" else None,
             num_accepted=num_accepted if drafted else None,
             width=step.width if drafted else None,
+            depth=step.depth if drafted else None,
             notice=notice,
             logprobs=step.logprobs[: len(token_ids)],
         )

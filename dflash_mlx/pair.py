@@ -71,12 +71,16 @@ class ModelPair:
         """Empty caches for one conversation. Without drafting the drafter's are left out."""
         return Session(self.target, self.drafter if draft else None)
 
-    def width_policy(self, width: int | None = None) -> WidthPolicy:
-        """A policy for one answer: always `width` drafts, or by measured speed when None."""
+    def width_policy(self, width: int | None = None, *, tree: bool = False) -> WidthPolicy:
+        """A policy for one answer: always `width` drafts, in a chain or a `tree`, or by measured speed when None."""
         if width is not None:
-            if not 0 <= width < self.block_size:
-                raise UsageError(f"width should be from 0 to {self.block_size - 1} for this drafter; got {width}.")
-            return FixedWidth(width)
+            places = self.block_size - 1
+            widest = 4 * places + 3 if tree else places
+            if not 0 <= width <= widest:
+                raise UsageError(f"width should be from 0 to {widest} for this drafter; got {width}.")
+            if tree and not self.new_session().can_branch():
+                raise UsageError("this pair's drafts cannot be a tree; leave `tree` out.")
+            return FixedWidth(width, places=places if tree else 0)
         return choose_policy(self.round_costs(), self.block_size - 1, self._estimate)
 
     def round_costs(self, report: Report | None = None) -> RoundCosts:

@@ -67,9 +67,9 @@ def perfect_pair(prompt):
     return make_pair(ScriptedDrafter(tiny_drafter().config, script), target)
 
 
-def both(pair, prompt, params, width=5):
+def both(pair, prompt, params, width=5, *, tree=False):
     """The same request drafted and plain; everything but the speeds must agree."""
-    drafted = generate(pair, prompt, params, width=width)
+    drafted = generate(pair, prompt, params, width=width, tree=tree)
     plain = generate(pair, prompt, params, draft=False)
     for field in ("text", "token_ids", "finish_reason", "prompt_tokens", "generation_tokens"):
         assert getattr(drafted, field) == getattr(plain, field), field
@@ -80,6 +80,7 @@ def both(pair, prompt, params, width=5):
 
 def test_limits_and_counts():
     for max_tokens in (1, 2, 3, 6, 7, 8, 20):
+        both(make_pair(), [3, 5], SamplingParams(max_tokens=max_tokens), 20, tree=True)
         answer = both(perfect_pair([3, 5]), [3, 5], SamplingParams(max_tokens=max_tokens))
         acceptance = answer.acceptance
         assert answer.generation_tokens == len(answer.token_ids)
@@ -177,6 +178,11 @@ def test_requests_that_cannot_be_met():
         generate(pair, [])
     with pytest.raises(UsageError, match="from 0 to 7"):
         generate(pair, [1], width=8)
+    with pytest.raises(UsageError, match="from 0 to 31"):
+        generate(pair, [1], width=32, tree=True)
+    pair.target._trees = False
+    with pytest.raises(UsageError, match="cannot be a tree"):
+        generate(pair, [1], width=8, tree=True)
     with pytest.raises(UsageError, match="without a drafter"):
         generate(pair, [1], session=pair.new_session(draft=False))
 

@@ -26,10 +26,10 @@ class Totals:
     def count_round(self, response: GenerationResponse) -> None:
         self.rounds += 1
         self.generated_tokens += len(response.token_ids)
-        width, accepted = response.width or 0, response.num_accepted or 0
-        self.drafted += width
+        accepted = response.num_accepted or 0
+        self.drafted += response.width or 0
         self.accepted += accepted
-        _count_positions(self.drafted_by_position, width)
+        _count_positions(self.drafted_by_position, response.depth or 0)
         _count_positions(self.accepted_by_position, accepted)
 
 

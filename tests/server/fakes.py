@@ -150,7 +150,7 @@ class FakeWorker:
                 ticket.end(self.error)
                 return
             some = tokens[start : start + self.size]
-            acceptance.record(width=len(some), num_accepted=len(some) - 1, tokens=len(some))
+            acceptance.record(width=len(some), depth=len(some), num_accepted=len(some) - 1, tokens=len(some))
             top = tuple((ord(c), -1.0 - i) for i, c in enumerate("abc"))[: job.params.top_logprobs or 0]
             ticket.put(
                 GenerationResponse(

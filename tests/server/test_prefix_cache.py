@@ -98,11 +98,12 @@ def test_a_copied_beginning_is_what_feeding_it_gives(pair):
 def test_the_original_and_its_copy_go_separate_ways(pair):
     """Copies from a session in mid-answer: neither disturbs the other."""
     rng = random.Random(6)
-    for _ in range(10):
+    for _ in range(15):
         prompt = random_tokens(rng, 20)
         session = pair.new_session()
         params = SamplingParams(max_tokens=25)
-        stream = stream_generate(pair, prompt, params, session=session, width=rng.choice([0, 3, 7]))
+        width, tree = rng.choice([(0, False), (3, False), (7, False), (7, True), (20, True)])
+        stream = stream_generate(pair, prompt, params, session=session, width=width, tree=tree)
         found = [token for _ in range(rng.randint(1, 4)) for token in next(stream).token_ids]
         length = rng.randint(1, len(session.tokens))
         twin = fork(session, length)

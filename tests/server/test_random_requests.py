@@ -7,6 +7,7 @@ import pytest
 from fakes import running
 from tiny_pair import make_templated_pair
 
+from dflash_mlx.decoding.width import RoundCosts
 from dflash_mlx.server.worker import Worker
 
 
@@ -67,9 +68,12 @@ def check(pair, count, *, width=None):
         assert logprobs_of(drafted) == pytest.approx(logprobs_of(plain), abs=1e-3), request
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.long)])
-def test_tiny_models(count):
-    check(make_templated_pair(), count, width=5)
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.long)])
+def test_tiny_models(count, trees):
+    pair = make_templated_pair()
+    pair._costs = RoundCosts({0: 1.0, 1: 1.01, 31: 1.1}, {1: 0.01, 7: 0.01}, steep=False, places=7)
+    check(pair, count, width=None if trees else 5)
 
 
 @pytest.mark.model
