@@ -50,7 +50,8 @@ def row(name: str) -> str:
     if FAMILY_CONFIGS[name][0] in OWN_EMBEDDINGS:
         letters = letters[:-1]
     cases = f"{letters[0]} to {letters[-1]}"
-    return f"| {name} | `{FAMILY_CONFIGS[name][0]}.py` | {caches} | {rollback_of(target)} | {cases} |"
+    trees = "yes" if target.takes_trees() else "no"
+    return f"| {name} | `{FAMILY_CONFIGS[name][0]}.py` | {caches} | {rollback_of(target)} | {trees} | {cases} |"
 
 
 def legend() -> list[str]:
@@ -76,7 +77,10 @@ def test_the_table_has_nothing_else():
 
 
 if __name__ == "__main__":
-    head = ["| family | mlx-lm's file | caches of the tiny model | rollback | cases |", "|---|---|---|---|---|"]
+    head = [
+        "| family | mlx-lm's file | caches of the tiny model | rollback | trees | cases |",
+        "|---|---|---|---|---|---|",
+    ]
     table = "\n".join([*head, *(row(name) for name in FAMILY_CONFIGS), "", *legend()])
     before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
     DOCUMENT.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}", encoding="utf-8")

@@ -24,8 +24,8 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.decoding.logprobs import TokenLogprob, pack_logprobs, unpack_logprobs
-from dflash_mlx.decoding.tree import Candidates, DraftTree, walk
-from dflash_mlx.sampling import SamplingParams, best_columns, sampling_scores
+from dflash_mlx.decoding.tree import Candidates, DraftTree, Ranking, walk
+from dflash_mlx.sampling import SamplingParams, sampling_scores
 
 
 @dataclass
@@ -63,38 +63,6 @@ class Proposal:
         if width >= self.width:
             return self
         return Proposal(self.tokens[:width], self.logits[:width], None if self.probs is None else self.probs[:width])
-
-
-@dataclass
-class Ranking:
-    """The drafter's K best tokens at each of W places, still on the device: token_ids and log_probs, (W, K), in no
-
-    order."""
-
-    token_ids: mx.array
-    log_probs: mx.array
-
-    def read(self, values: np.ndarray) -> Candidates:
-        """From what `Outcome.read` brought of this ranking."""
-        ids, log_probs = values.reshape(2, *self.token_ids.shape)
-        log_probs = log_probs.view(np.float32)
-        order = np.argsort(-log_probs, axis=1, kind="stable")
-        return Candidates(np.take_along_axis(ids, order, axis=1), np.take_along_axis(log_probs, order, axis=1))
-
-    @property
-    def packed(self) -> mx.array:
-        return mx.concatenate(
-            [self.token_ids.astype(mx.uint32).flatten(), self.log_probs.astype(mx.float32).flatten().view(mx.uint32)]
-        )
-
-
-def rank(scores: mx.array, count: int, vocabulary: DraftVocabulary | None) -> Ranking:
-    """The `count` likeliest tokens by scores (W, V), or (W, n) for a `vocabulary` of n tokens."""
-    # Tokens that a filter has removed are the last choice, but stay numbers.
-    scores = mx.maximum(scores.astype(mx.float32), -1e30)
-    columns = best_columns(scores, min(count, scores.shape[1]))
-    log_probs = mx.take_along_axis(scores, columns, axis=-1) - mx.logsumexp(scores, axis=-1, keepdims=True)
-    return Ranking(columns if vocabulary is None else vocabulary.token_ids[columns], log_probs)
 
 
 @dataclass

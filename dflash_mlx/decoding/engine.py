@@ -16,11 +16,11 @@ from typing import Literal
 
 import mlx.core as mx
 
-from dflash_mlx.decoding.accept import Outcome, Proposal, Ranking, Strategy, for_trees, judge, rank
+from dflash_mlx.decoding.accept import Outcome, Proposal, Strategy, for_trees, judge
 from dflash_mlx.decoding.constraint import Bits, Guide, limit, mask_rows
 from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.tree import BRANCHES, DraftTree
+from dflash_mlx.decoding.tree import BRANCHES, DraftTree, Ranking, rank
 from dflash_mlx.decoding.width import WidthPolicy
 from dflash_mlx.sampling import LogitsProcessor
 
@@ -226,11 +226,10 @@ def consider(
     The chance that a chain is kept is that of its places' best tokens: it depends on the context alone, not on the
     tokens drawn, so choosing a width by it does not bias sampling.
     """
+    ids = session.vocabulary.token_ids if session.vocabulary else None
     if not branches:
-        return rank(proposal.logits, 1, session.vocabulary)
-    return rank(
-        for_trees(strategy).preferences(proposal.logits, position, session.vocabulary), BRANCHES, session.vocabulary
-    )
+        return rank(proposal.logits, 1, ids)
+    return rank(for_trees(strategy).preferences(proposal.logits, position, session.vocabulary), BRANCHES, ids)
 
 
 def verify(

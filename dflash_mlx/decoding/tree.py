@@ -16,6 +16,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from dflash_mlx.sampling import best_columns
+
 # Tokens considered at each place. With 48 instead, a tree of 31 drafts of the demo pair gains 3.67 tokens a round and
 # not 3.65 (built-in prompts, replayed).
 BRANCHES = 8
@@ -34,6 +36,38 @@ class Candidates:
 
     def shortened(self, depth: int) -> "Candidates":
         return Candidates(self.token_ids[:depth], self.log_probs[:depth])
+
+
+@dataclass
+class Ranking:
+    """The drafter's K best tokens at each of W places, still on the device: token_ids and log_probs, (W, K), in no
+
+    order."""
+
+    token_ids: mx.array
+    log_probs: mx.array
+
+    def read(self, values: np.ndarray) -> Candidates:
+        """From what `Outcome.read` brought of this ranking."""
+        ids, log_probs = values.reshape(2, *self.token_ids.shape)
+        log_probs = log_probs.view(np.float32)
+        order = np.argsort(-log_probs, axis=1, kind="stable")
+        return Candidates(np.take_along_axis(ids, order, axis=1), np.take_along_axis(log_probs, order, axis=1))
+
+    @property
+    def packed(self) -> mx.array:
+        return mx.concatenate(
+            [self.token_ids.astype(mx.uint32).flatten(), self.log_probs.astype(mx.float32).flatten().view(mx.uint32)]
+        )
+
+
+def rank(scores: mx.array, count: int, token_ids: mx.array | None = None) -> Ranking:
+    """The `count` likeliest tokens by scores (W, V), or (W, n) of the n tokens `token_ids`."""
+    # Tokens that a filter has removed are the last choice, but stay numbers.
+    scores = mx.maximum(scores.astype(mx.float32), -1e30)
+    columns = best_columns(scores, min(count, scores.shape[1]))
+    log_probs = mx.take_along_axis(scores, columns, axis=-1) - mx.logsumexp(scores, axis=-1, keepdims=True)
+    return Ranking(columns if token_ids is None else token_ids[columns], log_probs)
 
 
 class Node(NamedTuple):

@@ -65,16 +65,19 @@ def branched(
 
 
 def keep_path(caches: Sequence[KVCache], base: int, path: Sequence[int]) -> None:
-    """Move the rows of `path`, in rising order, to the front of what was fed behind `base` positions."""
+    """Move the rows of `path`, in rising order, to the front of what was fed behind `base` positions.
+
+    They are read before any is written: MLX copies a whole array that is written while a read of it is on its way.
+    """
     first = next((i for i, row in enumerate(path) if row != i), None)
     if first is None:
         return
     rows = mx.array(list(path[first:])) + base
-    for layer_cache in caches:
-        assert layer_cache.keys is not None
-        assert layer_cache.values is not None
-        for array in (layer_cache.keys, layer_cache.values):
-            array[..., base + first : base + len(path), :] = mx.take(array, rows, axis=-2)
+    arrays = [array for layer_cache in caches for array in (layer_cache.keys, layer_cache.values) if array is not None]
+    moved = [mx.take(array, rows, axis=-2) for array in arrays]
+    mx.eval(moved)
+    for array, part in zip(arrays, moved, strict=True):
+        array[..., base + first : base + len(path), :] = part
 
 
 def works_with(model: nn.Module, vocab_size: int, make_cache: Callable[[], list[Any]]) -> bool:

@@ -5,12 +5,12 @@ import random
 import numpy as np
 import pytest
 
+from dflash_mlx.decoding.pauses import Pauses
 from dflash_mlx.decoding.tree import Candidates
 from dflash_mlx.decoding.width import (
     AcceptanceEstimate,
     ConfidentWidth,
     FixedWidth,
-    Pauses,
     RoundCosts,
     SteadyWidth,
     choose_policy,

@@ -64,6 +64,17 @@ def test_a_kept_path_leaves_the_cache_as_if_fed_alone(target, path):
             assert mx.allclose(found[..., :length, :], expected[..., :length, :], atol=1e-4).item()
 
 
+def test_keeping_a_path_does_not_copy_the_cache():
+    cache = KVCache()
+    cache.update_and_fetch(mx.zeros((1, 2, 20_000, 32)), mx.zeros((1, 2, 20_000, 32)))
+    mx.eval(cache.keys, cache.values)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    keep_path([cache], 19_000, [0, 2, 5])
+    mx.eval(cache.keys, cache.values)
+    assert mx.get_peak_memory() - before < cache.keys.nbytes / 10
+
+
 def test_nothing_stays_behind_even_after_an_error(target):
     kinds = [type(module) for module in target.model.modules()]
     names = target.parameter_names()
