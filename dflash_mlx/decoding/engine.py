@@ -159,7 +159,7 @@ def decode(
                 if reading.candidates is not None:
                     tree = policy.choose(reading.candidates.shortened(remaining - 1))
                 if proposal is not None:
-                    proposal = proposal.shortened(tree.size if tree else remaining - 1)
+                    proposal = proposal.shortened(tree.size if tree is not None else remaining - 1)
                 if guide is not None:
                     guide.advance(tokens)
                     proposal, bits = limit(guide, proposal, reading.drafts)
