@@ -38,7 +38,7 @@ def fake_stream(pair: FakePair, prompt: str, params: object, *, draft: bool) -> 
         pair.now += pair.step_s[mode] if emitted else pair.first_s
         emitted += len(chunk)
         if draft and emitted > 1:
-            acceptance.record(width=4, num_accepted=len(chunk) - 1, tokens=len(chunk))
+            acceptance.record(width=4, depth=4, num_accepted=len(chunk) - 1, tokens=len(chunk))
         yield GenerationResponse(
             text="",
             token_ids=chunk,

@@ -79,6 +79,7 @@ def stream_generate(
     session: FakeSession | None = None,
     draft: bool = True,
     width: int | None = None,
+    tree: bool = False,
     constraint: Any = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Iterator[Any]:
@@ -109,7 +110,7 @@ def _rounds(
         words = [WORDS[(3 * index + i) % 10] for i in range(3)][: params.max_tokens - count]
         count += len(words)
         last = index == rounds - 1 or count == params.max_tokens
-        acceptance.record(width=4, num_accepted=len(words) - 1, tokens=len(words))
+        acceptance.record(width=4, depth=4, num_accepted=len(words) - 1, tokens=len(words))
         totals = {
             "prompt_tokens": len(tokens),
             "cached_tokens": cached,
@@ -129,6 +130,7 @@ def _rounds(
             acceptance=acceptance if json_acceptance else None,
             num_accepted=len(words) - 1,
             width=4,
+            depth=4,
             notice="drafting paused: a test" if index == 1 else None,
             logprobs=[],
             to_json=lambda totals=totals, found=json_acceptance: {**totals, "acceptance": found},
