@@ -93,12 +93,18 @@ class Outcome:
         self.packed = mx.concatenate([self.packed, pack_logprobs(rows, self.tokens, count)])
 
     def read(self, ranking: Ranking | None = None, drafts: mx.array | None = None) -> "Reading":
-        """Wait for the device. One read, whatever is asked: `ranking` and `drafts` of the next proposal, too."""
+        """Wait for the device. One read, whatever is asked: `ranking` and `drafts` of the next proposal, too.
+
+        With nothing else asked, nothing new is launched: it would wait for the next round, queued before it.
+        """
         parts = [self.packed]
-        parts.append(ranking.packed if ranking is not None else parts[0][:0])
-        parts.append(drafts.astype(mx.uint32) if drafts is not None else parts[0][:0])
-        values = np.array(mx.concatenate(parts))
-        own, ranked, drafted = np.split(values, np.cumsum([part.shape[0] for part in parts])[:-1])
+        if ranking is not None:
+            parts.append(ranking.packed)
+        if drafts is not None:
+            parts.append(drafts.astype(mx.uint32))
+        values = np.array(parts[0] if len(parts) == 1 else mx.concatenate(parts))
+        ends = np.cumsum([self.packed.shape[0], ranking.packed.shape[0] if ranking is not None else 0])
+        own, ranked, drafted = np.split(values, ends)
         rows = self.tokens.shape[0]
         kept = int(own[0]) + 1
         path = own[1 + rows : 1 + 2 * rows] if self.path is not None else np.arange(rows)

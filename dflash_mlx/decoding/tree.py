@@ -54,8 +54,9 @@ class Ranking:
         order = np.argsort(-log_probs, axis=1, kind="stable")
         return Candidates(np.take_along_axis(ids, order, axis=1), np.take_along_axis(log_probs, order, axis=1))
 
-    @property
+    @cached_property
     def packed(self) -> mx.array:
+        """Both as one array of uint32."""
         return mx.concatenate(
             [self.token_ids.astype(mx.uint32).flatten(), self.log_probs.astype(mx.float32).flatten().view(mx.uint32)]
         )

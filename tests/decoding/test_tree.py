@@ -121,6 +121,13 @@ def test_an_outcome_brings_the_kept_drafts_and_the_targets_own_token():
     assert outcome.next_anchor.item() == reading.tokens[-1]
 
 
+def test_reading_only_the_outcome_launches_nothing(monkeypatch):
+    """What it launched would run behind the round that is queued already, and the host would wait for both."""
+    outcome = Greedy().accept(None, mx.zeros((1, 5)), 0)
+    monkeypatch.setattr(mx, "concatenate", lambda *_: pytest.fail("a new array"))
+    assert outcome.read().tokens == [0]
+
+
 @pytest.mark.parametrize("vocabulary", [None, random.Random(0).sample(range(500), 40)])
 def test_candidates_are_the_likeliest_tokens(vocabulary):
     scores = np.random.default_rng(0).normal(0, 3, (5, 40)).astype(np.float32)

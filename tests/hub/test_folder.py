@@ -152,7 +152,15 @@ def test_quantizing_a_drafter(tmp_path: Path) -> None:
 def test_the_shipped_drafter() -> None:
     folder = ensure_model(find_pair("demo").drafter)
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    assert names == ["README.md", "config.json", "curves-1.svg", "curves-2.svg", "model.safetensors", "topics.txt"]
+    assert names == [
+        "README.md",
+        "config.json",
+        "curves-1.svg",
+        "curves-2.svg",
+        "curves-3.svg",
+        "model.safetensors",
+        "topics.txt",
+    ]
     assert sum(path.stat().st_size for path in folder.iterdir()) < 25_000_000
     config = json.loads((folder / "config.json").read_text())
     assert config["block_size"] == find_pair("demo").block_size
