@@ -109,7 +109,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("case", [pytest.param(0, marks=pytest.mark.long), 1, 2])
 def test_rejection_sampling_keeps_the_targets_distribution(target, drafter, case):
     params = CASES[case]
     strategy = Rejection(params, seed=100 + case)

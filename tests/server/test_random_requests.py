@@ -69,7 +69,7 @@ def check(pair, count, *, width=None):
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
-@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.long)])
 def test_tiny_models(count, trees):
     pair = make_templated_pair()
     pair._costs = RoundCosts({0: 1.0, 1: 1.01, 31: 1.1}, {1: 0.01, 7: 0.01}, steep=False, places=7)
