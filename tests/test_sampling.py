@@ -129,9 +129,9 @@ def test_coupled_sampling_keeps_the_targets_distribution(target, drafter):
 
 
 class SureTrees(FixedWidth):
-    """Verifies the drafts with a chance above a quarter, sometimes none: what is drafted depends on the very noise that
+    """Verifies the drafts that are likely enough, sometimes none.
 
-    the target's tokens are chosen with, and must not bias them.
+    What is drafted depends on the very noise that the target's tokens are chosen with, and must not bias them.
     """
 
     def choose(self, candidates):

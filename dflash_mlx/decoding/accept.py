@@ -120,10 +120,10 @@ class Outcome:
 
 
 class Reading(NamedTuple):
-    """What the host learns of a round: drafts kept, the num_accepted + 1 tokens gained, the rows they were found at,
+    """What the host learns of a round.
 
-    and what else was asked for: the candidates for the next drafts, those drafts, and the gained tokens'
-    log-probabilities.
+    The drafts kept, the num_accepted + 1 tokens gained, the rows they were found at, and what else was asked for: the
+    candidates for the next drafts, those drafts, and the gained tokens' log-probabilities.
     """
 
     num_accepted: int

@@ -285,8 +285,7 @@ def process_rows(
 
 
 def commit(session: Session, finished: Round, kept: list[int], path: list[int]) -> None:
-    """Keep `kept` (the anchor and accepted drafts) of what the round fed, found at the rows `path`; the rest leaves
-    both caches."""
+    """Keep `kept` (the anchor and accepted drafts), found at the rows `path`; the rest leaves both caches."""
     session.in_flight -= finished.fed
     session.keep(path, fed=finished.fed)
     session.tokens += kept

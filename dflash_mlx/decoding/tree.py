@@ -40,9 +40,7 @@ class Candidates:
 
 @dataclass
 class Ranking:
-    """The drafter's K best tokens at each of W places, still on the device: token_ids and log_probs, (W, K), in no
-
-    order."""
+    """Candidates still on the device, in no order: token_ids and log_probs, (W, K)."""
 
     token_ids: mx.array
     log_probs: mx.array
@@ -72,9 +70,11 @@ def rank(scores: mx.array, count: int, token_ids: mx.array | None = None) -> Ran
 
 
 class Node(NamedTuple):
-    """A draft in the order of growth: its path's chance, its place (0: right behind the anchor), which of the place's
+    """A draft in the order of growth.
 
-    candidates it is, and the node before it on its path (None: the anchor)."""
+    chance: its path's; place: 0 right behind the anchor; rank: which of the place's candidates it is; parent: the node
+    before it on its path, None for the anchor.
+    """
 
     chance: float
     place: int
