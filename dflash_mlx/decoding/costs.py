@@ -29,9 +29,9 @@ _SECONDS_A_WIDTH = 0.08
 _DISTURBED = 1.25
 # Measuring stops after about this long; widths not reached are interpolated.
 _SECONDS_TO_SPEND = 4.0
-# How many times as many tokens as a chain of all places a round gains at least by a tree of as many drafts, and of twice
-# as many and one: for the demo pair 1.23 and 1.35 on the built-in prompts, and 1.14 for the first on its own answers. So
-# much longer may it take.
+# How many times as many tokens as a chain of all places a round gains at least by a tree of as many drafts, and of
+# twice as many and one: for the demo pair 1.23 and 1.35 on the built-in prompts, and 1.14 for the first on its own
+# answers. So much longer may it take.
 _TREE_GAIN, _WIDE_TREE_GAIN = 1.15, 1.25
 
 
