@@ -96,7 +96,10 @@ def sample(
     for run in range(runs):
         session.rewind(len(PROMPT) - 1)
         steps = decode(session, PROMPT, strategy=strategy_of_run(run), policy=policy, max_tokens=5, eos_ids=set())
-        tokens = [token for step in steps for token in step.tokens]
+        tokens: list[int] = []
+        while len(tokens) < 3:
+            tokens += next(steps).tokens
+        steps.close()
         counts[tuple(tokens[:3])] = counts.get(tuple(tokens[:3]), 0) + 1
     return counts
 
