@@ -13,6 +13,7 @@ from mlx_lm.utils import load_tokenizer
 from dflash_mlx.checks import check_pair, check_shapes
 from dflash_mlx.decoding.costs import load_or_measure
 from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.tree import wide_sizes
 from dflash_mlx.decoding.width import AcceptanceEstimate, FixedWidth, RoundCosts, WidthPolicy, choose_policy
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.config import parse_draft_config
@@ -75,7 +76,7 @@ class ModelPair:
         """A policy for one answer: always `width` drafts, in a chain or a `tree`, or by measured speed when None."""
         if width is not None:
             places = self.block_size - 1
-            widest = 4 * places + 3 if tree else places
+            widest = max(wide_sizes(places)) if tree else places
             if not 0 <= width <= widest:
                 raise UsageError(f"width should be from 0 to {widest} for this drafter; got {width}.")
             if tree and not self.new_session().can_branch():

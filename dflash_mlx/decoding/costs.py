@@ -14,6 +14,7 @@ import mlx.core as mx
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import consider, decode, draft, verify
 from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.tree import wide_sizes
 from dflash_mlx.decoding.width import STEEP, FixedWidth, RoundCosts
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.hub.registry import cache_home
@@ -84,7 +85,7 @@ def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> Round
     branches = False
     if Session(target, drafter).can_branch():
         trees: dict[int, float] = {}
-        for width, gain in ((places, _TREE_GAIN), (2 * places + 1, _WIDE_TREE_GAIN)):
+        for width, gain in ((places, _TREE_GAIN), (wide_sizes(places)[0], _WIDE_TREE_GAIN)):
             trees[width] = _round_seconds(target, drafter, FixedWidth(width, places=places))
             branches = trees[width] < gain * ends[places]
             if branches:
@@ -104,7 +105,7 @@ def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> Round
 
 def _order(places: int, *, branches: bool) -> list[int]:
     """Widths to measure, the most telling first. A tree may be wider than the places drafted."""
-    wide, widest = 2 * places + 1, 4 * places + 3
+    wide, widest = wide_sizes(places)
     wanted = [0, places, 1, places // 2, wide, 3, widest, 2, 5, 4, 11]
     return list(dict.fromkeys(w for w in wanted if 0 <= w <= places or (branches and w in (wide, widest))))
 

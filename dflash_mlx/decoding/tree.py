@@ -168,6 +168,11 @@ class DraftTree:
         return sum(p for parent, p in zip(self.parents, self.probabilities, strict=True) if parent in on_path)
 
 
+def wide_sizes(places: int) -> tuple[int, int]:
+    """Sizes of trees with more drafts than a chain of all places: about twice and four times as many, the largest."""
+    return 2 * places + 1, 4 * places + 3
+
+
 def walk(tree: DraftTree, choices: mx.array) -> tuple[mx.array, mx.array]:
     """Follow the target's choices (N + 1,), one for each row, from the anchor on: (num_accepted (), path (D + 1,)).
 

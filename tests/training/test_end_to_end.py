@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.utils import load as mlx_lm_load
 from mlx_lm.utils import quantize_model, save_model
 from tiny import plain_tokens
-from tiny_folder import write_target
+from tiny_folder import short_run, write_target
 
 from dflash_mlx.cli.app import main
 from dflash_mlx.drafters.checkpoint import load_drafter
@@ -32,25 +32,8 @@ MEASURED = {"measure": 4, "measure_tokens": 24}
 @pytest.fixture(scope="module")
 def trained(orderly_folder, tmp_path_factory):
     """(options, result) of a finished run."""
-    options = TrainOptions(
-        model=str(orderly_folder),
-        out=tmp_path_factory.mktemp("trained") / "drafter",
-        data_tokens=6000,
-        data_batch=64,
-        max_length=48,
-        max_user_tokens=8,
-        greedy_share=0.5,
-        layers=1,
-        block_size=6,
-        taps=(1, 3),
-        steps=120,
-        batch_size=8,
-        anchors=12,
-        learning_rate=5e-3,
-        holdout=0.15,
-        license="mit",
-        **MEASURED,
-    )
+    out = tmp_path_factory.mktemp("trained") / "drafter"
+    options = short_run(orderly_folder, out, steps=120, license="mit", **MEASURED)
     return options, run(options, quiet=True)
 
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from tiny import plain_tokens
+from tiny_folder import short_run
 
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
@@ -15,7 +16,7 @@ from dflash_mlx.errors import UsageError
 from dflash_mlx.generation import generate
 from dflash_mlx.pair import load_pair
 from dflash_mlx.sampling import SamplingParams
-from dflash_mlx.training import TrainOptions, run
+from dflash_mlx.training import run
 from dflash_mlx.training.batches import make_batch
 from dflash_mlx.training.config import make_drafter
 from dflash_mlx.training.evaluate import greedy_only, replay
@@ -30,27 +31,8 @@ from dflash_mlx.training.trainer import Trainer
 @pytest.fixture(scope="module")
 def trained(orderly_folder, tmp_path_factory):
     """(options, result) of a finished run."""
-    options = TrainOptions(
-        model=str(orderly_folder),
-        out=tmp_path_factory.mktemp("trained") / "drafter",
-        heads="dflash2",
-        data_tokens=6000,
-        data_batch=64,
-        max_length=48,
-        max_user_tokens=8,
-        greedy_share=0.5,
-        layers=1,
-        block_size=6,
-        taps=(1, 3),
-        steps=60,
-        batch_size=8,
-        micro_batch=4,
-        anchors=12,
-        learning_rate=5e-3,
-        holdout=0.15,
-        measure=4,
-        measure_tokens=24,
-    )
+    out = tmp_path_factory.mktemp("trained") / "drafter"
+    options = short_run(orderly_folder, out, heads="dflash2", steps=60, micro_batch=4, measure=4, measure_tokens=24)
     return options, run(options, quiet=True)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ from tiny_families import family_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dflash_mlx.targets.target import Target
+from dflash_mlx.training import TrainOptions
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|spare|>"]
 ROLES = ["system", "user", "assistant"]
@@ -76,3 +78,24 @@ def make_orderly(target: Target) -> None:
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             projection.weight = 0.06 * projection.weight
     mx.eval(model.parameters())
+
+
+def short_run(model: Path, out: Path, **changes: Any) -> TrainOptions:
+    """Options of a training from scratch that takes seconds, with `changes`."""
+    return TrainOptions(
+        model=str(model),
+        out=out,
+        data_tokens=6000,
+        data_batch=64,
+        max_length=48,
+        max_user_tokens=8,
+        greedy_share=0.5,
+        layers=1,
+        block_size=6,
+        taps=(1, 3),
+        batch_size=8,
+        anchors=12,
+        learning_rate=5e-3,
+        holdout=0.15,
+        **changes,
+    )
