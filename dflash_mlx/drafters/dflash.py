@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
+from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.drafters.config import DraftConfig
@@ -56,7 +57,7 @@ class DraftAttention(nn.Module):
         elif cache.keys is not None and cache.values is not None:
             keys = mx.concatenate([sight.read(cache.keys[..., : cache.offset, :]), keys], axis=2)
             values = mx.concatenate([sight.read(cache.values[..., : cache.offset, :]), values], axis=2)
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=sight.mask)
+        out = scaled_dot_product_attention(queries, keys, values, cache=None, scale=self.scale, mask=sight.mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
 

@@ -1,10 +1,10 @@
-"""Products of a few rows with a linear layer, where one light kernel beats the library's product.
+"""Rounds on CUDA with fewer and lighter launches, where that is faster.
 
-A round feeds both models 2 to some dozens of rows. On CUDA, MLX prepares a cuBLAS product anew for each call with more
-than one row, which takes the computer longer than it takes the GPU to multiply a small matrix; a single row goes
-through a light kernel instead. `gather_mm` runs that kernel for several rows in one launch. It reads the matrix once a
-row, so it pays for small matrices and few rows only. Whether it does is measured when a pair is loaded: on an H200 a
-round of 15 drafts of the demo pair went from 7.1 to 6.0 ms in bfloat16, and it was faster up to 32 rows.
+A round feeds both models 2 to some dozens of rows. On a GPU much faster than the computer that feeds it, a round of a
+small model takes as long as its launches, and MLX's ways for more than one row take more of them than those for one.
+Two kernels take their place: for linear layers (few_rows_linear.py) and for attention (few_rows_attention.py). When a
+pair is loaded, both are measured. On an H200 a round of 15 drafts of the demo pair, in bfloat16, went from 7.1 to 6.1
+ms by the first and to 5.2 ms by the second.
 
 As with `targets.taps`, layer *instances* get a subclass of their own class; classes and parameter trees stay as they
 are.
@@ -12,126 +12,90 @@ are.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.runtime import backend
+from dflash_mlx.targets.few_rows_attention import attention_layers, set_attention
+from dflash_mlx.targets.few_rows_linear import fitting_layers, set_few_rows
+from dflash_mlx.targets.rounding import TOLERANCE, relative_difference
 from dflash_mlx.targets.target import Target
 
-# Numbers of rows that are tried, rising; the last at which the kernel was faster is the most that it is used for.
+# Numbers of rows that the linear kernel is tried with, rising; the last at which it was faster is the most that it is
+# used for.
 ROWS = (4, 8, 16, 32, 64)
-# It must be this much faster to be used: less would be noise.
+# A kernel must be this much faster to be used: less would be noise.
 _GAIN = 0.05
 _TIMED = 5
-# Larger matrices do not stay in a GPU's cache from one row to the next. With the kernel, the demo pair's vocabulary
-# head (28 million weights) alone made a forward over 16 rows 0.6 ms slower on an H200.
-_MOST_WEIGHTS = 8_000_000
-_STATE = "_dflash_few_rows"
+# A round's rows, for which attention is measured.
+_ROUND = 16
 
 
-class _State(NamedTuple):
-    """Up to how many rows the kernel is used, the layer's columns, its weight, and views of the weight.
-
-    The views, (columns, rows) and (1, columns, rows), are made once, because each step that a call is spared counts.
-    """
-
-    most: int
-    columns: int
-    weight: mx.array
-    transposed: mx.array
-    stacked: mx.array
-
-
-class FewRowsLinear(nn.Linear):
-    """A linear layer that multiplies a few rows by the light kernel, and other numbers of rows as nn.Linear does."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        most, columns, weight, transposed, stacked = self.__dict__[_STATE]
-        if weight is not self["weight"]:
-            # The weight was replaced, by other numbers or by what a gradient is taken of.
-            return super().__call__(x)
-        rows = x.size // columns
-        if not 1 < rows <= most:
-            return mx.addmm(self["bias"], x, transposed) if "bias" in self else x @ transposed
-        places, zeros = _indices(rows)
-        product = mx.gather_mm(x.reshape(rows, 1, columns), stacked, places, zeros).reshape(*x.shape[:-1], -1)
-        return product + self["bias"] if "bias" in self else product
-
-
-@cache
-def _indices(rows: int) -> tuple[mx.array, mx.array]:
-    """For `gather_mm`: row i of the input for each i, and always the one matrix."""
-    indices = mx.arange(rows, dtype=mx.uint32), mx.zeros(rows, dtype=mx.uint32)
-    mx.eval(indices)
-    return indices
-
-
-def fitting_layers(model: nn.Module, *, without: Sequence[nn.Module] = ()) -> list[nn.Linear]:
-    """A model's layers that the kernel can stand in for: plain ones, of a size that it is made for."""
-    return [
-        layer
-        for layer in model.modules()
-        if type(layer) is nn.Linear
-        and layer.weight.shape[1] % 32 == 0
-        and layer.weight.size <= _MOST_WEIGHTS
-        and not any(layer is other for other in without)
-    ]
-
-
-def set_few_rows(layers: Sequence[nn.Linear], most: int) -> None:
-    """Have 2 to `most` rows of these layers multiplied by the kernel; 0 makes them plain layers again."""
-    for layer in layers:
-        if most:
-            transposed = layer.weight.T
-            stacked = transposed[None]
-            mx.eval(transposed, stacked)
-            state = _State(most, layer.weight.shape[1], layer.weight, transposed, stacked)
-            object.__setattr__(layer, _STATE, state)
-            layer.__class__ = FewRowsLinear
-        else:
-            layer.__class__ = nn.Linear
-            layer.__dict__.pop(_STATE, None)
-
-
-def use_where_faster(target: Target, drafter: DFlashDrafter) -> int:
-    """Use the kernel in both models for as many rows as it makes faster on this machine: the most, or 0 for none.
+def use_where_faster(target: Target, drafter: DFlashDrafter) -> None:
+    """Use the kernels in both models where they are faster on this machine.
 
     Only on CUDA: a Mac's GPU and a CPU have no such cost to avoid.
     """
+    if backend().kind != "cuda":
+        return
+    attention = attention_layers(target.model) + attention_layers(drafter)
+
+    def switch_attention(on: bool) -> None:
+        set_attention(attention, kernel=on)
+
+    if _same(target, switch_attention):
+        switch_attention(_is_faster(*_compare(target, drafter, _ROUND, switch_attention)))
+
     layers = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
-    if backend().kind != "cuda" or not layers:
-        return 0
-    most = most_rows(lambda rows: _compare(target, drafter, layers, rows))
-    set_few_rows(layers, most)
-    return most
+
+    def compare_products(rows: int) -> tuple[float, float]:
+        return _compare(target, drafter, rows, lambda on: set_few_rows(layers, rows if on else 0))
+
+    set_few_rows(layers, most_rows(compare_products) if layers else 0)
 
 
 def most_rows(compare: Callable[[int], tuple[float, float]]) -> int:
-    """The most of `ROWS` up to which the kernel is faster; `compare` gives seconds for a number: ordinary, kernel."""
+    """The most of `ROWS` up to which a kernel is faster; `compare` gives seconds for a number: ordinary, kernel."""
     most = 0
     for rows in ROWS:
-        ordinary, kernel = compare(rows)
-        if kernel > (1 - _GAIN) * ordinary:
+        if not _is_faster(*compare(rows)):
             break
         most = rows
     return most
 
 
-def _compare(target: Target, drafter: DFlashDrafter, layers: Sequence[nn.Linear], rows: int) -> tuple[float, float]:
-    """Medians of what a round's computing takes over `rows` rows, in turns: by ordinary products, by the kernel."""
-    seconds: dict[int, list[float]] = {0: [], rows: []}
+def _is_faster(ordinary: float, kernel: float) -> bool:
+    return kernel <= (1 - _GAIN) * ordinary
+
+
+def _same(target: Target, switch: Callable[[bool], None]) -> bool:
+    """Whether the target computes the same with what `switch` turns on; False where that cannot run."""
+    tokens = mx.arange(_ROUND)[None] % target.vocab_size
+    logits = []
+    try:
+        for on in (False, True):
+            switch(on)
+            logits.append(target.forward(tokens, target.make_cache()))
+            mx.eval(logits)
+    except (RuntimeError, ValueError):  # no compiler for the kernel, or it was refused
+        return False
+    finally:
+        switch(False)
+    return relative_difference(logits[1], logits[0]) <= TOLERANCE[logits[0].dtype]
+
+
+def _compare(target: Target, drafter: DFlashDrafter, rows: int, switch: Callable[[bool], None]) -> tuple[float, float]:
+    """Medians of what a round's computing takes over `rows` rows, in turns: the ordinary way, and switched."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
     try:
         for _ in range(1 + _TIMED):
-            for most in seconds:
-                set_few_rows(layers, most)
-                seconds[most].append(_seconds(target, drafter, rows))
+            for on, times in seconds.items():
+                switch(on)
+                times.append(_seconds(target, drafter, rows))
     finally:
-        set_few_rows(layers, 0)
+        switch(False)
     ordinary, kernel = (statistics.median(times[1:]) for times in seconds.values())
     return ordinary, kernel
 

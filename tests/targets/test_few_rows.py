@@ -1,158 +1,103 @@
-"""Few rows through the light kernel: the same products and answers, and only where that is faster."""
+"""Whether the kernels for few rows are used is decided by measuring, and only on CUDA."""
 
 from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from tiny import FAMILIES, SECOND, plain_tokens, tiny_drafter, tiny_target
+from tiny import tiny_drafter, tiny_target
 
 from dflash_mlx import runtime
-from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import decode
-from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.width import FixedWidth
-from dflash_mlx.targets import few_rows
-from dflash_mlx.targets.few_rows import ROWS, FewRowsLinear, fitting_layers, most_rows, set_few_rows, use_where_faster
-
-MOST = 5
+from dflash_mlx.targets import few_rows, few_rows_attention
+from dflash_mlx.targets.few_rows import ROWS, most_rows, use_where_faster
+from dflash_mlx.targets.few_rows_attention import attention_layers
+from dflash_mlx.targets.few_rows_linear import FewRowsLinear, fitting_layers
 
 
-def linear(*, bias, dtype=mx.float32):
-    layer = nn.Linear(64, 24, bias=bias)
-    layer.set_dtype(dtype)
-    return layer
-
-
-@pytest.fixture
-def used(monkeypatch):
-    """The rows of each product that went through the kernel."""
-    rows, gather_mm = [], mx.gather_mm
-
-    def counting(x, *others):
-        rows.append(x.shape[0])
-        return gather_mm(x, *others)
-
-    monkeypatch.setattr(mx, "gather_mm", counting)
-    return rows
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_products_are_those_of_a_linear_layer(bias, used):
-    layer = linear(bias=bias)
-    for rows in range(1, MOST + 2):
-        for shape in ((rows, 64), (1, rows, 64), (rows, 1, 64)):
-            x = mx.random.normal(shape, key=mx.random.key(rows))
-            set_few_rows([layer], 0)
-            expected = layer(x)
-            set_few_rows([layer], MOST)
-            assert mx.allclose(layer(x), expected, atol=1e-5)
-            assert layer(x).shape == expected.shape
-    assert set(used) == set(range(2, MOST + 1))
-    one = mx.random.normal((64,))
-    assert mx.allclose(layer(one), nn.Linear.__call__(layer, one), atol=1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_products_in_half_precision(dtype):
-    layer = linear(bias=True, dtype=dtype)
-    x = mx.random.normal((1, MOST, 64)).astype(dtype)
-    expected = layer(x)
-    set_few_rows([layer], MOST)
-    assert mx.allclose(layer(x), expected, atol=0.05)
-
-
-def test_parameters_stay_and_it_comes_off():
-    target = tiny_target("qwen2")
-    layers = fitting_layers(target.model)
-    names, before = target.parameter_names(), [dict(vars(layer)) for layer in layers]
-    set_few_rows(layers, MOST)
-    assert target.parameter_names() == names
-    assert {type(layer) for layer in layers} == {FewRowsLinear}
-    set_few_rows(layers, 0)
-    assert [type(layer) for layer in layers] == [nn.Linear] * len(layers)
-    assert [dict(vars(layer)) for layer in layers] == before
-
-
-def test_new_weights_are_used(used):
-    layer = linear(bias=False)
-    x = mx.random.normal((3, 64))
-    set_few_rows([layer], MOST)
-    layer.weight = layer.weight * 2
-    assert mx.allclose(layer(x), x @ layer.weight.T)
-    assert not used
-
-
-def test_gradients_are_those_of_a_linear_layer():
-    layer = linear(bias=True)
-    x = mx.random.normal((3, 64))
-    gradient = nn.value_and_grad(layer, lambda x: (layer(x) ** 2).sum())
-    expected = gradient(x)[1]
-    set_few_rows([layer], MOST)
-    found = gradient(x)[1]
-    assert all(mx.allclose(found[name], expected[name], rtol=1e-4) for name in ("weight", "bias"))
-
-
-def test_only_plain_layers_of_a_fitting_size_take_part(monkeypatch):
-    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(64, 9), nn.Linear(48, 8), nn.QuantizedLinear(64, 8))
-
-    def places(**kwargs):
-        found = fitting_layers(model, **kwargs)
-        return [i for i, layer in enumerate(model.layers) if any(layer is other for other in found)]
-
-    assert places() == [0, 1]
-    assert places(without=[model.layers[0]]) == [1]
-    monkeypatch.setattr(few_rows, "_MOST_WEIGHTS", 64 * 8)
-    assert places() == [0]
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("second", [False, True])
-def test_answers_stay_the_same(family, second, used):
-    """Of tiny models of which both compute by the kernel; the truth is mlx-lm's plain decoding."""
-    target, drafter = tiny_target(family), tiny_drafter(**(SECOND if second else {}))
-    prompt = [5, 6, 7]
-    expected = plain_tokens(target, prompt, 30)
-    set_few_rows(fitting_layers(target.model) + fitting_layers(drafter), 64)
-    steps = decode(
-        Session(target, drafter), prompt, strategy=Greedy(), policy=FixedWidth(4), max_tokens=30, eos_ids=set()
-    )
-    assert [token for step in steps for token in step.tokens] == expected
-    assert 5 in used
-
-
-def test_it_is_used_up_to_where_it_stops_being_faster():
+def test_a_kernel_is_used_up_to_where_it_stops_being_faster():
     seconds = {4: (1.0, 0.7), 8: (1.0, 0.8), 16: (1.0, 0.9), 32: (1.0, 0.97), 64: (1.0, 0.5)}
     assert most_rows(seconds.__getitem__) == 16
     assert most_rows(lambda rows: (1.0, 1.2)) == 0
     assert most_rows(lambda rows: (1.0, 0.5)) == ROWS[-1]
 
 
-def test_a_pair_decides_by_measuring(monkeypatch):
+@pytest.fixture
+def pair(monkeypatch):
+    """Target, drafter, their linear layers, and those of attention; as if on CUDA, where attention's kernel works."""
     target, drafter = tiny_target("qwen2"), tiny_drafter()
-    layers = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
+    linear = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
+    attention = attention_layers(target.model) + attention_layers(drafter)
+    assert len(attention) == len(target.layers) + len(drafter.layers)
     monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind="cuda"))
-    times = {0: 1.0}
-    monkeypatch.setattr(few_rows, "_seconds", lambda *_: times.get(getattr(layers[0], "_dflash_few_rows", [0])[0], 0.5))
-    assert use_where_faster(target, drafter) == ROWS[-1]
-    assert {type(layer) for layer in layers} == {FewRowsLinear}
+    monkeypatch.setattr(few_rows_attention, "fits", lambda *_: False)
+    return target, drafter, linear, attention
+
+
+def uses(layers):
+    kinds = {type(layer).__name__.startswith("FewRows") for layer in layers}
+    assert len(kinds) == 1
+    return kinds.pop()
+
+
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_pair_decides_by_measuring(pair, products, scores, monkeypatch):
+    """By fewer seconds where the kernel in question is on; each is measured by itself."""
+    target, drafter, linear, attention = pair
+
+    def seconds(*_):
+        return 1.0 - 0.2 * (products and uses(linear)) - 0.2 * (scores and uses(attention))
+
+    monkeypatch.setattr(few_rows, "_seconds", seconds)
+    use_where_faster(target, drafter)
+    assert (uses(linear), uses(attention)) == (products, scores)
     assert type(target.head_module) is nn.Linear
-    set_few_rows(layers, 0)
-    times.update(dict.fromkeys(ROWS, 0.99))
-    assert use_where_faster(target, drafter) == 0
-    assert {type(layer) for layer in layers} == {nn.Linear}
 
 
-def test_the_measurement_runs_and_leaves_the_layers_as_they_were():
+def test_a_kernel_that_gains_too_little_is_not_used(pair, monkeypatch):
+    target, drafter, linear, attention = pair
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.01 * (uses(linear) or uses(attention)))
+    use_where_faster(target, drafter)
+    assert not uses(linear)
+    assert not uses(attention)
+
+
+def right(*, inputs, **_):
+    q, k, v, scale = inputs
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale.item(), mask="causal")
+    return [out.transpose(0, 2, 1, 3)]
+
+
+def wrong(**call):
+    return [2 * right(**call)[0]]
+
+
+def failing(**_):
+    raise RuntimeError("no compiler")
+
+
+@pytest.mark.parametrize("kernel", [right, wrong, failing])
+def test_a_kernel_that_computes_something_else_or_fails_is_not_used(pair, kernel, monkeypatch):
+    target, drafter, _, attention = pair
+    monkeypatch.setattr(few_rows_attention, "fits", lambda *_: True)
+    monkeypatch.setattr(few_rows_attention, "_kernel", lambda _: kernel)
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * uses(attention))
+    use_where_faster(target, drafter)
+    assert uses(attention) == (kernel is right)
+
+
+def test_the_measurement_runs_and_leaves_things_as_they_were():
     target, drafter = tiny_target("llama"), tiny_drafter()
-    layers = fitting_layers(target.model) + fitting_layers(drafter)
-    assert all(seconds > 0 for seconds in few_rows._compare(target, drafter, layers, 4))
-    assert {type(layer) for layer in layers} == {nn.Linear}
+    switched = []
+    assert all(seconds > 0 for seconds in few_rows._compare(target, drafter, 4, switched.append))
+    assert switched[:2] == [False, True]
+    assert switched[-1] is False
 
 
 @pytest.mark.parametrize("kind", ["cpu", "metal"])
 def test_nothing_is_measured_elsewhere(kind, monkeypatch):
     monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind=kind))
     monkeypatch.setattr(few_rows, "_seconds", lambda *_: pytest.fail("measured"))
-    assert use_where_faster(tiny_target("llama"), tiny_drafter()) == 0
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    use_where_faster(target, drafter)
+    assert not any(isinstance(layer, FewRowsLinear) for layer in target.model.modules())

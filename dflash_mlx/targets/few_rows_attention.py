@@ -1,0 +1,229 @@
+"""Attention of a few rows over a cache in one CUDA kernel.
+
+MLX computes the attention of up to three rows in one launch. A round has more, and a tree's rows have a mask of their
+own: for those MLX strings together products, a selection and a softmax, which take the computer some 45 microseconds a
+layer. Here they are one launch, too (12 microseconds), over keys and values where they lie in the cache, and in float32
+throughout, like MLX's kernel for a single row.
+
+The models' own code runs as it is: attention *instances* get a subclass of their own class in which the name
+`scaled_dot_product_attention` means `attend`. Whether that is faster is measured (few_rows.py).
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
+
+# The kernel keeps a number for each key in the GPU's shared memory, 16 KB in all.
+MOST_KEYS = 4096
+# It reads the keys once for each row, so much work is better done by products. Rows, and numbers multiplied for the
+# scores; on an H200 a launch of this many takes about as long as the products.
+MOST_ROWS = 64
+_MOST_WORK = 40_000_000
+_NAME = "scaled_dot_product_attention"
+_PREFIX = "FewRows"
+_THREADS = 256
+
+# A block of threads computes one query head of one row. Threads in groups of D / 8 share a key: 8 numbers each.
+_SOURCE = """
+    constexpr int LANES = D / 8;
+    constexpr int GROUPS = THREADS / LANES;
+    constexpr int WARPS = THREADS / 32;
+    struct alignas(16) Eight { T at[8]; };
+    __shared__ float weights[MOST_KEYS];
+    __shared__ float warp_values[WARPS];
+    __shared__ float warp_outputs[WARPS][D];
+
+    const int head = blockIdx.x, row = blockIdx.y;
+    const int rows = q_shape[2], keys = k_shape[2];
+    const int kv_head = head / (q_shape[1] / k_shape[1]);
+    const int part = threadIdx.x % LANES, group = threadIdx.x / LANES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    auto load = [](const T* from, int64_t step, float (&to)[8]) {
+      if (step == 1 && (reinterpret_cast<size_t>(from) & 15) == 0) {
+        const Eight eight = *reinterpret_cast<const Eight*>(from);
+        for (int j = 0; j < 8; j++) to[j] = static_cast<float>(eight.at[j]);
+      } else {
+        for (int j = 0; j < 8; j++) to[j] = static_cast<float>(from[j * step]);
+      }
+    };
+
+    float query[8], numbers[8];
+    load(q + head * q_strides[1] + row * q_strides[2] + 8 * part * q_strides[3], q_strides[3], query);
+    const T* from_keys = k + kv_head * k_strides[1] + 8 * part * k_strides[3];
+    const T* from_values = v + kv_head * v_strides[1] + 8 * part * v_strides[3];
+
+    // Scores, in base 2, and the highest of them.
+    constexpr float NEVER = -3e38f;
+    float highest = NEVER;
+    for (int first = 0; first < keys; first += GROUPS) {
+      const int i = first + group;
+      const bool seen = i < keys && (SEEN);
+      float score = 0;
+      if (seen) {
+        load(from_keys + i * k_strides[2], k_strides[3], numbers);
+        for (int j = 0; j < 8; j++) score += query[j] * numbers[j];
+      }
+      for (int distance = LANES / 2; distance > 0; distance /= 2)
+        score += __shfl_xor_sync(0xffffffff, score, distance);
+      score = seen ? score * scale[0] * 1.44269504089f : NEVER;
+      if (part == 0 && i < keys) weights[i] = score;
+      highest = max(highest, score);
+    }
+    for (int distance = 16; distance > 0; distance /= 2)
+      highest = max(highest, __shfl_xor_sync(0xffffffff, highest, distance));
+    if (lane == 0) warp_values[warp] = highest;
+    __syncthreads();
+    for (int i = 0; i < WARPS; i++) highest = max(highest, warp_values[i]);
+    __syncthreads();
+
+    float total = 0;
+    for (int i = threadIdx.x; i < keys; i += THREADS) {
+      weights[i] = exp2f(weights[i] - highest);
+      total += weights[i];
+    }
+    for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(0xffffffff, total, distance);
+    if (lane == 0) warp_values[warp] = total;
+    __syncthreads();
+    total = 0;
+    for (int i = 0; i < WARPS; i++) total += warp_values[i];
+
+    float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    for (int i = group; i < keys; i += GROUPS) {
+      const float weight = weights[i];
+      if (weight == 0) continue;
+      load(from_values + i * v_strides[2], v_strides[3], numbers);
+      for (int j = 0; j < 8; j++) sums[j] += weight * numbers[j];
+    }
+    for (int j = 0; j < 8; j++) {
+      for (int distance = LANES; distance < 32; distance *= 2)
+        sums[j] += __shfl_xor_sync(0xffffffff, sums[j], distance);
+      if (lane < LANES) warp_outputs[warp][8 * part + j] = sums[j];
+    }
+    __syncthreads();
+    for (int d = threadIdx.x; d < D; d += THREADS) {
+      float sum = 0;
+      for (int i = 0; i < WARPS; i++) sum += warp_outputs[i][d];
+      out[(row * q_shape[1] + head) * D + d] = static_cast<T>(sum / total);
+    }
+"""
+# Which keys a row sees, by the kind of mask.
+_SEEN = {
+    "all": "true || rows",
+    "causal": "i <= keys - rows + row",
+    "mask": "mask[row * mask_strides[0] + i * mask_strides[1]]",
+}
+
+
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's `scaled_dot_product_attention`, by the kernel where it fits; queries (1, heads, L, head_dim)."""
+    if hasattr(cache, "bits") or sinks is not None or not fits(queries, keys, values, mask):
+        ordinary: Any = scaled_dot_product_attention  # its annotation leaves "causal" out
+        return ordinary(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    _, heads, rows, head_dim = queries.shape
+    kind = "all" if mask is None else "causal" if isinstance(mask, str) else "mask"
+    (out,) = _kernel(kind)(
+        inputs=[queries, keys, values, _scalar(scale), *([mask] if kind == "mask" else [])],
+        template=[("T", queries.dtype), ("D", head_dim), ("THREADS", _THREADS), ("MOST_KEYS", MOST_KEYS)],
+        grid=(heads * _THREADS, rows, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(1, rows, heads, head_dim)],
+        output_dtypes=[queries.dtype],
+    )
+    return out.transpose(0, 2, 1, 3)
+
+
+def fits(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
+    """Whether the kernel was made for this: one sequence, a few rows, and a mask that says which keys a row sees."""
+    batch, heads, rows, head_dim = queries.shape
+    length = keys.shape[2]
+    return (
+        batch == 1
+        and 1 < rows <= MOST_ROWS
+        and rows <= length <= MOST_KEYS
+        and heads * rows * length * head_dim <= _MOST_WORK
+        # A power of two, of which a warp of 32 threads holds at least one.
+        and 16 <= head_dim <= 256
+        and head_dim & (head_dim - 1) == 0
+        and keys.shape[3] == values.shape[3] == head_dim
+        and queries.dtype == keys.dtype == values.dtype
+        and (
+            mask is None
+            or (isinstance(mask, str) and mask == "causal")
+            or (isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.shape == (rows, length))
+        )
+    )
+
+
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model whose code calls mlx-lm's attention."""
+    return [layer for layer in model.modules() if _calls_attention(type(layer))]
+
+
+def set_attention(layers: Sequence[nn.Module], *, kernel: bool) -> None:
+    """Have these `attention_layers` use the kernel, or make them plain again."""
+    for layer in layers:
+        kind = type(layer)
+        if kernel:
+            layer.__class__ = _with_kernel(kind)
+        elif kind.__name__.startswith(_PREFIX):
+            layer.__class__ = kind.__bases__[0]
+
+
+def _calls_attention(kind: type[nn.Module]) -> bool:
+    call = kind.__call__
+    return (
+        isinstance(call, FunctionType)
+        and _NAME in call.__code__.co_names
+        and call.__globals__.get(_NAME) in (scaled_dot_product_attention, attend)
+    )
+
+
+@cache
+def _with_kernel(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class of layers with the same code, in which attention is `attend`."""
+    if kind.__name__.startswith(_PREFIX):
+        return kind
+    call = kind.__call__
+    assert isinstance(call, FunctionType)
+    names = {**call.__globals__, _NAME: attend}
+    own = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    own.__kwdefaults__ = call.__kwdefaults__
+    return type(f"{_PREFIX}{kind.__name__}", (kind,), {"__call__": own})
+
+
+def source(kind: str) -> str:
+    """The kernel's body for a kind of mask: "all", "causal" or "mask"."""
+    return _SOURCE.replace("SEEN", _SEEN[kind])
+
+
+@cache
+def _kernel(kind: str) -> Any:
+    return mx.fast.cuda_kernel(
+        name=f"few_rows_attention_{kind}",
+        input_names=["q", "k", "v", "scale", *(["mask"] if kind == "mask" else [])],
+        output_names=["out"],
+        source=source(kind),
+        # Keys and values are parts of larger arrays; a copy of them would cost more than the product.
+        ensure_row_contiguous=False,
+    )
+
+
+@cache
+def _scalar(value: float) -> mx.array:
+    scalar = mx.array(value, dtype=mx.float32)
+    mx.eval(scalar)
+    return scalar

@@ -1,0 +1,95 @@
+// Just enough of CUDA to run a kernel on a CPU (cuda_on_cpu.py): a block's threads take turns, and every barrier and
+// every exchange between lanes is a turn's end. A thread that misses one that the others come to is an error.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+using std::max;
+#define __shared__ static
+using Shape = std::array<int32_t, 8>;
+using Strides = std::array<int64_t, 8>;
+struct Index { int x, y, z; };
+
+static Index threadIdx, blockIdx;
+
+struct bfloat16 {
+  uint16_t bits;
+  bfloat16() = default;
+  explicit bfloat16(float value) {
+    uint32_t word;
+    std::memcpy(&word, &value, 4);
+    bits = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
+  }
+  operator float() const {
+    const uint32_t word = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &word, 4);
+    return value;
+  }
+};
+
+struct Thread { ucontext_t context; std::vector<char> stack; int turns; bool done; };
+static std::vector<Thread> threads;
+static ucontext_t scheduler;
+static std::vector<float> exchanged[2];
+
+static void end_turn() {
+  Thread& self = threads[threadIdx.x];
+  self.turns++;
+  swapcontext(&self.context, &scheduler);
+}
+
+static void __syncthreads() { end_turn(); }
+
+static float __shfl_xor_sync(unsigned, float value, int distance) {
+  const int self = threadIdx.x;
+  auto& values = exchanged[threads[self].turns % 2];
+  values[self] = value;
+  end_turn();
+  return values[self ^ distance];
+}
+
+static std::function<void()> body;
+static void start() {
+  body();
+  threads[threadIdx.x].done = true;
+  swapcontext(&threads[threadIdx.x].context, &scheduler);
+}
+
+// Runs one block; false if its threads did not all end after equally many turns.
+static bool run_block(int count) {
+  threads = std::vector<Thread>(count);
+  for (auto& values : exchanged) values.assign(count, 0);
+  for (auto& thread : threads) {
+    thread.stack.resize(64 * 1024);
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.data();
+    thread.context.uc_stack.ss_size = thread.stack.size();
+    makecontext(&thread.context, start, 0);
+  }
+  while (!threads[0].done) {
+    for (int i = 0; i < count; i++) {
+      if (threads[i].done) return false;
+      threadIdx.x = i;
+      swapcontext(&scheduler, &threads[i].context);
+    }
+  }
+  for (auto& thread : threads)
+    if (!thread.done || thread.turns != threads[0].turns) return false;
+  return true;
+}
+
+static bool run_blocks(const int (&blocks)[3], int threads_each) {
+  for (blockIdx.z = 0; blockIdx.z < blocks[2]; blockIdx.z++)
+    for (blockIdx.y = 0; blockIdx.y < blocks[1]; blockIdx.y++)
+      for (blockIdx.x = 0; blockIdx.x < blocks[0]; blockIdx.x++)
+        if (!run_block(threads_each)) return false;
+  return true;
+}

@@ -1,0 +1,102 @@
+"""A stand-in for `mx.fast.cuda_kernel` that compiles a kernel's source with g++ and runs it on the CPU.
+
+It says whether the source computes the right thing. What a GPU makes of it (speed, its compiler) it cannot say.
+"""
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+HEADER = Path(__file__).with_suffix(".hpp")
+TYPES = {mx.float32: "float", mx.bfloat16: "bfloat16", mx.bool_: "bool"}
+
+needs_compiler = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("g++") is None, reason="runs kernels with g++ on Linux"
+)
+
+
+class CudaKernel:
+    """Takes what `mx.fast.cuda_kernel` takes; inputs may also be numpy arrays, of any strides."""
+
+    def __init__(self, folder, *, name, input_names, output_names, source, ensure_row_contiguous):
+        assert not ensure_row_contiguous
+        self.folder, self.name, self.source = folder, name, source
+        self.input_names, self.output_names = input_names, output_names
+
+    def __call__(self, *, inputs, template, grid, threadgroup, output_shapes, output_dtypes):
+        dtypes = [TYPES[mx.array(a.flat[:1]).dtype if isinstance(a, np.ndarray) else a.dtype] for a in inputs]
+        arrays = [a if isinstance(a, np.ndarray) else to_numpy(a) for a in inputs]
+        outputs = [np.zeros(shape, storage(dtype)) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+        run = self._compile(dtypes, [TYPES[dtype] for dtype in output_dtypes], template)
+        data = (ctypes.c_void_p * 16)(*[a.ctypes.data for a in [*arrays, *outputs]])
+        shapes = np.zeros((16, 8), np.int32)
+        strides = np.zeros((16, 8), np.int64)
+        for i, array in enumerate(arrays):
+            shapes[i, : array.ndim] = array.shape
+            strides[i, : array.ndim] = [step // array.itemsize for step in array.strides]
+        blocks = (ctypes.c_int * 3)(*[-(-a // b) for a, b in zip(grid, threadgroup, strict=True)])
+        assert threadgroup[1:] == (1, 1)
+        pointers = shapes.ctypes.data_as(ctypes.c_void_p), strides.ctypes.data_as(ctypes.c_void_p)
+        assert run(data, *pointers, blocks, threadgroup[0]), "threads came to different barriers"
+        return [to_mlx(a, dtype) for a, dtype in zip(outputs, output_dtypes, strict=True)]
+
+    def _compile(self, dtypes, output_dtypes, template):
+        parameters, arguments = [], []
+        for i, (name, dtype) in enumerate(zip(self.input_names, dtypes, strict=True)):
+            parameters.append(f"const {dtype}* {name}")
+            arguments.append(f"static_cast<const {dtype}*>(data[{i}])")
+            for kind in ("Shape", "Strides"):
+                part = kind.lower()
+                if f"{name}_{part}" in self.source:
+                    parameters.append(f"const {kind} {name}_{part}")
+                    arguments.append(f"{part}[{i}]")
+        for i, (name, dtype) in enumerate(zip(self.output_names, output_dtypes, strict=True), start=len(dtypes)):
+            parameters.append(f"{dtype}* {name}")
+            arguments.append(f"static_cast<{dtype}*>(data[{i}])")
+        constants = [
+            f"using {name} = {TYPES[value]};" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};"
+            for name, value in template
+        ]
+        text = "\n".join(
+            [
+                f'#include "{HEADER}"',
+                f"static void kernel({', '.join(parameters)}) {{",
+                *constants,
+                self.source,
+                "}",
+                'extern "C" bool run(void** data, Shape* shape, Strides* strides, int (&blocks)[3], int threads) {',
+                f"  body = [=] {{ kernel({', '.join(arguments)}); }};",
+                "  return run_blocks(blocks, threads);",
+                "}",
+            ]
+        )
+        library = self.folder / f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+        if not library.exists():
+            source = library.with_suffix(".cpp")
+            source.write_text(text)
+            subprocess.run(
+                ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True
+            )
+        run = ctypes.CDLL(str(library)).run
+        run.restype = ctypes.c_bool
+        return run
+
+
+def storage(dtype):
+    """numpy has no bfloat16: its bits are kept in uint16."""
+    return {mx.float32: np.float32, mx.bfloat16: np.uint16, mx.bool_: np.bool_}[dtype]
+
+
+def to_numpy(array):
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+def to_mlx(array, dtype):
+    return mx.array(array).view(dtype) if dtype == mx.bfloat16 else mx.array(array)
