@@ -14,7 +14,8 @@ from dflash_mlx.checks import check_pair, check_shapes
 from dflash_mlx.decoding.costs import load_or_measure
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import wide_sizes
-from dflash_mlx.decoding.width import AcceptanceEstimate, FixedWidth, RoundCosts, WidthPolicy, choose_policy
+from dflash_mlx.decoding.trees_or_chains import Experience, PairCosts, choose_policy
+from dflash_mlx.decoding.width import FixedWidth, WidthPolicy
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.config import parse_draft_config
 from dflash_mlx.drafters.dflash import DFlashDrafter
@@ -47,8 +48,8 @@ class ModelPair:
     load_seconds: float = 0.0
     checks: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # what the user should know about the choice of models
-    _costs: RoundCosts | None = None
-    _estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
+    _costs: PairCosts | None = None
+    _experience: Experience = field(default_factory=Experience)
 
     @property
     def context_length(self) -> int | None:
@@ -82,9 +83,9 @@ class ModelPair:
             if tree and not self.new_session().can_branch():
                 raise UsageError("this pair's drafts cannot be a tree; leave `tree` out.")
             return FixedWidth(width, places=places if tree else 0)
-        return choose_policy(self.round_costs(), self.block_size - 1, self._estimate)
+        return choose_policy(self.round_costs(), self.block_size - 1, self._experience)
 
-    def round_costs(self, report: Report | None = None) -> RoundCosts:
+    def round_costs(self, report: Report | None = None) -> PairCosts:
         """Seconds a round takes by width on this machine; measured the first time, then remembered on disk."""
         assert self.drafter is not None
         if self._costs is None:

@@ -28,8 +28,12 @@ class RandomWidth:
 
     def __init__(self, rng: random.Random, widest: int) -> None:
         self.rng, self.widest = rng, widest
-        self.reads_confidence = rng.random() < 0.7
-        self.branches = self.reads_confidence and rng.random() < 0.6
+        self.confident_share = rng.choice([0.0, 0.5, 1.0])
+        self.branches = rng.random() < 0.6
+
+    @property
+    def reads_confidence(self) -> bool:
+        return self.rng.random() < self.confident_share
 
     def next_width(self) -> int:
         return self.rng.choice([0, 0, 1, self.widest, self.rng.randint(0, self.widest)])

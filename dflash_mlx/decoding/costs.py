@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -15,25 +16,22 @@ from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import consider, decode, draft, verify
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import wide_sizes
+from dflash_mlx.decoding.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.decoding.width import STEEP, FixedWidth, RoundCosts
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 6
+_SCHEMA = 7
 _PROMPT_TOKENS = 64
 # Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and `_SECONDS_A_WIDTH`.
-_WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 24
-_SECONDS_A_WIDTH = 0.08
+_WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 40
+_SECONDS_A_WIDTH = 0.2
 # A round this much slower than a wider one was disturbed.
 _DISTURBED = 1.25
 # Measuring stops after about this long; widths not reached are interpolated.
 _SECONDS_TO_SPEND = 4.0
-# How many times as many tokens as a chain of all places a round gains at least by a tree of as many drafts, and of
-# twice as many and one: for the demo pair 1.23 and 1.35 on the built-in prompts, and 1.14 for the first on its own
-# answers. So much longer may it take.
-_TREE_GAIN, _WIDE_TREE_GAIN = 1.15, 1.25
 
 
 def load_or_measure(
@@ -44,14 +42,13 @@ def load_or_measure(
     folders: tuple[Path, ...],
     dtype: mx.Dtype,
     report: Callable[[str, float | None], None] | None = None,
-) -> RoundCosts:
+) -> PairCosts:
     """The costs of a round, from disk when this pair was measured on this machine before."""
     path = cache_home() / "round-costs" / f"{_fingerprint(folders, block_size, dtype)}.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        rounds, drafts = _table(stored["round_seconds"]), _table(stored["draft_seconds"])
-        return RoundCosts(rounds, drafts, steep=bool(stored["steep"]), places=int(stored["places"]))
-    except (OSError, ValueError, KeyError, AttributeError):
+        return PairCosts(_from_json(stored["chains"]), _from_json(stored["trees"]) if stored["trees"] else None)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
         pass  # Not measured yet, or a file that cannot be used: measure.
     if report is not None:
         report("measuring this machine (once for this pair)", None)
@@ -64,50 +61,61 @@ def load_or_measure(
     return costs
 
 
-def plausible(costs: RoundCosts) -> bool:
+def plausible(costs: PairCosts) -> bool:
     """Whether no round is measured as much slower than a wider one, which would be other programs' doing."""
-    seconds = [costs.round_seconds[width] for width in sorted(costs.round_seconds)]
-    return all(narrow <= _DISTURBED * wide for i, narrow in enumerate(seconds) for wide in seconds[i + 1 :])
+    tables = [kind.round_seconds for kind in (costs.chains, costs.trees) if kind is not None]
+    return all(
+        table[narrow] <= _DISTURBED * table[wide]
+        for table in tables
+        for narrow in table
+        for wide in table
+        if wide > narrow
+    )
 
 
-def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> RoundCosts:
+def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> PairCosts:
     """Time real rounds of the decode loop at several widths, and drafts alone; the most telling widths first.
 
-    Drafts are a tree where the target takes that and it gains more than the time by which its rounds are longer than a
-    chain's, which can be queued ahead. Where width costs much, each round's is chosen by confidence, also a chain's:
-    the host then waits for the draft before it builds the round. Rounds are timed the way they will run.
+    Rounds are timed the way they will run: a chain's queued behind the last one or, where width costs much, after
+    waiting for the draft, by which its width is then chosen. A tree's always wait, so where chains do, too, trees are
+    all that is measured further.
     """
-    started = time.perf_counter()
+    ends_at = time.perf_counter() + _SECONDS_TO_SPEND
     places = block_size - 1
-    ends = {width: _round_seconds(target, drafter, FixedWidth(width)) for width in {1, places}}
-    steep = ends[places] > STEEP * ends[1]
-    rounds = {} if steep else ends
-    branches = False
+
+    def timed(width: int, *, tree: bool = False, waits: bool = False) -> float:
+        policy = FixedWidth(width, places=places if tree else 0, reads_confidence=waits)
+        return _round_seconds(target, drafter, policy)
+
+    chains = {width: timed(width) for width in {1, places}}
+    steep = chains[places] > STEEP * chains[1]
+    trees: dict[int, float] = {}
     if Session(target, drafter).can_branch():
-        trees: dict[int, float] = {}
-        for width, gain in ((places, _TREE_GAIN), (wide_sizes(places)[0], _WIDE_TREE_GAIN)):
-            trees[width] = _round_seconds(target, drafter, FixedWidth(width, places=places))
-            branches = trees[width] < gain * ends[places]
-            if branches:
-                rounds = trees
-                break
+        trees[places] = timed(places, tree=True)
+        if trees[places] > MOST_GAIN * chains[places]:
+            trees.clear()
+    if steep and not trees:
+        chains.clear()
+
+    plain = timed(0)
+    chains[0] = plain
+    if trees:
+        trees[0] = plain
     drafts: dict[int, float] = {}
-    for width in _order(places, branches=branches):
-        if len(drafts) >= 3 and time.perf_counter() - started > _SECONDS_TO_SPEND:
+    wide = wide_sizes(places)
+    for width in dict.fromkeys([places, 1, places // 2, wide[0], 3, wide[1], 2, 5, 4, 11]):
+        if len(drafts) >= 3 and time.perf_counter() > ends_at:
             break
-        if width not in rounds:
-            fixed = FixedWidth(width, places=places if branches else 0, reads_confidence=steep or branches)
-            rounds[width] = _round_seconds(target, drafter, fixed)
         if 0 < width <= places:
             drafts[width] = _draft_seconds(target, drafter, width)
-    return RoundCosts(rounds, drafts, steep=steep, places=places if branches else 0)
-
-
-def _order(places: int, *, branches: bool) -> list[int]:
-    """Widths to measure, the most telling first. A tree may be wider than the places drafted."""
-    wide, widest = wide_sizes(places)
-    wanted = [0, places, 1, places // 2, wide, 3, widest, 2, 5, 4, 11]
-    return list(dict.fromkeys(w for w in wanted if 0 <= w <= places or (branches and w in (wide, widest))))
+            if width not in chains and not (steep and trees):
+                chains[width] = timed(width, waits=steep)
+        if trees and width not in trees and (width <= places or width in wide):
+            trees[width] = timed(width, tree=True)
+    return PairCosts(
+        RoundCosts(chains, drafts, steep=steep),
+        RoundCosts(trees, drafts, steep=steep, places=places) if trees else None,
+    )
 
 
 def _round_seconds(target: Target, drafter: DFlashDrafter, policy: FixedWidth) -> float:
@@ -151,8 +159,21 @@ def _draft_seconds(target: Target, drafter: DFlashDrafter, width: int) -> float:
     return statistics.median(times[1:])
 
 
-def _table(stored: dict[str, float]) -> dict[int, float]:
-    return {int(width): float(seconds) for width, seconds in stored.items()}
+def _to_json(costs: RoundCosts) -> dict[str, Any]:
+    return {
+        "round_seconds": costs.round_seconds,
+        "draft_seconds": costs.draft_seconds,
+        "steep": costs.steep,
+        "places": costs.places,
+    }
+
+
+def _from_json(stored: dict[str, Any]) -> RoundCosts:
+    rounds, drafts = (
+        {int(width): float(seconds) for width, seconds in stored[name].items()}
+        for name in ("round_seconds", "draft_seconds")
+    )
+    return RoundCosts(rounds, drafts, steep=bool(stored["steep"]), places=int(stored["places"]))
 
 
 def _fingerprint(folders: tuple[Path, ...], block_size: int, dtype: mx.Dtype) -> str:
@@ -176,17 +197,12 @@ def _fingerprint(folders: tuple[Path, ...], block_size: int, dtype: mx.Dtype) ->
     return digest.hexdigest()[:24]
 
 
-def _store(path: Path, costs: RoundCosts) -> None:
+def _store(path: Path, costs: PairCosts) -> None:
     """Write the costs; a read-only cache folder only means that they are measured again next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            stored = {
-                "round_seconds": costs.round_seconds,
-                "draft_seconds": costs.draft_seconds,
-                "steep": costs.steep,
-                "places": costs.places,
-            }
+            stored = {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None}
             json.dump(stored, file)
         os.replace(file.name, path)
     except OSError:

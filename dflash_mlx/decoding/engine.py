@@ -107,7 +107,7 @@ def decode(
         prefill(session, prompt[:-1], on_prefill)
         anchor = prompt[-1]
         history = mx.array(prompt[-_HISTORY:]) if processors else None
-        queue_ahead = not policy.reads_confidence and not processors and guide is None and session.can_queue_ahead()
+        can_queue_ahead = not processors and guide is None and session.can_queue_ahead()
         remaining = max_tokens
         bits = guide.allowed([])[1] if guide is not None else None
         current = launch(mx.array([anchor]), None, history=history, bits=bits)
@@ -120,14 +120,18 @@ def decode(
             drafted = max(0, min(policy.next_width(), remaining - 2)) if session.drafter else 0
             if drafted:
                 proposal = draft(session, current, drafted, strategy)
-                if queue_ahead:
+                confident = policy.reads_confidence
+                # A tree's rows are put in order on the host.
+                if can_queue_ahead and not confident and current.outcome.path is None:
                     session.to_device(mx.array(current.end))
                     ahead = launch(current.outcome.next_anchor, proposal)
                     ahead.drafted = drafted
                 else:
-                    if policy.reads_confidence:
+                    if confident:
                         ranking = consider(session, proposal, strategy, current.end + 1, branches=branches)
-                    mx.async_eval(*([] if branches else [proposal.tokens]), *([ranking.packed] if ranking else []))
+                    mx.async_eval(
+                        *([] if branches and ranking else [proposal.tokens]), *([ranking.packed] if ranking else [])
+                    )
             elif current.width == 0 and remaining > 1 and guide is None and session.device is None:
                 if history is not None:
                     history = mx.concatenate([history, current.outcome.tokens])[-_HISTORY:]
@@ -163,7 +167,8 @@ def decode(
                 if guide is not None:
                     guide.advance(tokens)
                     proposal, bits = limit(guide, proposal, reading.drafts)
-                ahead = launch(mx.array([anchor]), tree if branches else proposal, history=history, bits=bits)
+                drafts = tree if branches and tree is not None else proposal
+                ahead = launch(mx.array([anchor]), drafts, history=history, bits=bits)
                 ahead.drafted = drafted
             logprobs = reading.logprobs[: len(tokens)]
             yield Step(tokens, current.width, current.depth, num_accepted, finish_reason, logprobs)

@@ -3,6 +3,12 @@
 # The time drafting may lose, in plain steps, before it pauses, and the pauses' lengths in tokens.
 _MAX_LOSS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
+# How much one more round lets the past fade: a memory of about 20 rounds.
+_FADE = 0.95
+# Standard errors by which the mean of the rounds may be off: pauses about one time in ten where drafting gains a fifth.
+_ERRORS = 1.5
+# Before anything is seen, a round's tokens are taken to vary this much; weighs as much as so many rounds.
+_VARIANCE, _VARIANCE_WEIGHT = 1.0, 4.0
 
 
 class Pauses:
@@ -10,7 +16,7 @@ class Pauses:
 
     The loss is counted in plain steps: what a round took beyond what its tokens would have taken. Gains pay losses
     back, but are not saved up, so a change for the worse is noticed as soon in a long answer as in a short one. A run
-    of bad luck is no reason while the last ten or so rounds together were faster than plain decoding.
+    of bad luck is no reason: the last 20 or so rounds have to be slower than plain decoding by more than chance.
     """
 
     def __init__(self) -> None:
@@ -19,7 +25,8 @@ class Pauses:
         self._length = _FIRST_PAUSE
         self._limit = _MAX_LOSS
         self._loss = 0.0
-        self._tokens = self._seconds = 0.0
+        # Decayed sums over rounds: how many, their tokens, squared tokens and seconds.
+        self._rounds = self._tokens = self._squares = self._seconds = 0.0
 
     @property
     def speed(self) -> float:
@@ -28,10 +35,12 @@ class Pauses:
 
     def observe(self, tokens: int, seconds: float, plain: float) -> None:
         """A drafted round gained `tokens` in `seconds`; a plain step takes `plain` seconds."""
-        self._tokens = 0.9 * self._tokens + tokens
-        self._seconds = 0.9 * self._seconds + seconds
+        self._rounds = _FADE * self._rounds + 1
+        self._tokens = _FADE * self._tokens + tokens
+        self._squares = _FADE * self._squares + tokens**2
+        self._seconds = _FADE * self._seconds + seconds
         self._loss = max(0.0, self._loss + seconds / plain - tokens)
-        if self._loss > self._limit and self.speed * plain < 1.0:
+        if self._loss > self._limit and self._fastest() * plain < 1.0:
             self.notice = (
                 f"drafting paused for {self._length} tokens: lately it was {self.speed * plain:.2f} times as fast as "
                 "plain decoding"
@@ -40,8 +49,8 @@ class Pauses:
             self._length = min(4 * self._length, _LONGEST_PAUSE)
             # The next try judges by what it sees then, and has less to lose.
             self._limit = _MAX_LOSS / 2
-            self._loss = self._tokens = self._seconds = 0.0
-        elif self._tokens > 8.0 and self.speed * plain > 1.2:
+            self._loss = self._rounds = self._tokens = self._squares = self._seconds = 0.0
+        elif self._rounds > 5 and self.speed * plain > 1.2:
             self._length, self._limit = _FIRST_PAUSE, _MAX_LOSS
 
     def take_rest(self) -> bool:
@@ -50,3 +59,10 @@ class Pauses:
             self.resting -= 1
             return True
         return False
+
+    def _fastest(self) -> float:
+        """Tokens a second, were the recent rounds as unlucky as may be."""
+        mean = self._tokens / self._rounds
+        spread = max(self._squares - self._rounds * mean**2, 0.0)
+        variance = (spread + _VARIANCE_WEIGHT * _VARIANCE) / (self._rounds + _VARIANCE_WEIGHT)
+        return (self._tokens + _ERRORS * (self._rounds * variance) ** 0.5) / self._seconds

@@ -4,12 +4,12 @@ A wider round gains more tokens and costs more time; how much of either depends 
 So the cost of a round is measured on the user's machine, and the width is the one with the most expected tokens a
 second. Two policies do that:
 
-- `ConfidentWidth`, where the target takes trees of drafts or width costs much: each round's own drafts, a tree's or a
-  chain's, from the drafter's probabilities.
-- `SteadyWidth` elsewhere: chains of one width, from the acceptance of the rounds so far. The host never waits for a
-  draft.
+- `ConfidentWidth`: each round's own drafts, a tree's or a chain's, from the drafter's probabilities.
+- `SteadyWidth`: chains of one width, from the acceptance of the rounds so far. The host never waits for a draft, which
+  is faster where width costs little.
 
-Where drafting does not pay, both pause, say so, and try again later.
+Where both are open, with trees, trees_or_chains.py decides. Where drafting does not pay, all pause, say so, and try
+again later.
 """
 
 from collections import deque
@@ -34,17 +34,17 @@ STEEP = 1.25
 class WidthPolicy(Protocol):
     @property
     def reads_confidence(self) -> bool:
-        """Whether `choose` wants to see the drafter's candidates."""
+        """Whether `choose` wants to see the drafter's candidates for the next round."""
 
     @property
     def branches(self) -> bool:
-        """Whether drafts should be trees, where the target takes them. Then `reads_confidence` holds, too."""
+        """Whether what it chooses may be trees. Stays the same for a whole answer."""
 
     def next_width(self) -> int:
         """Places to draft for the next round; called before the outcome of the current one is known."""
 
     def choose(self, candidates: Candidates) -> DraftTree:
-        """What to verify; a chain when there is one candidate a place. Called only when `reads_confidence`."""
+        """What to verify; a chain when there is one candidate a place. Called for rounds that `reads_confidence`."""
 
     def observe(
         self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
@@ -235,6 +235,13 @@ class ConfidentWidth:
         # Kept drafts, and what the confidence promised, of the drafts judged so far; sampling keeps fewer than it says.
         self._kept = self._promised = 20.0
         self._in_flight: DraftTree | None = None
+        # Tokens that the last choice promised.
+        self.expected = 1.0
+
+    @property
+    def calibration(self) -> float:
+        """What a probability of the drafter's was worth lately: drafts kept by drafts promised."""
+        return self._kept / self._promised
 
     def next_width(self) -> int:
         if self.pauses.take_rest():
@@ -248,7 +255,7 @@ class ConfidentWidth:
         nodes: list[Node] = []
         best, expected = 0, 1.0
         highest = expected - speed * self.costs.round(0, drafted=drafted)
-        for node in grow(candidates, scale=self._kept / self._promised):
+        for node in grow(candidates, scale=self.calibration):
             if len(nodes) == self.widest or node.chance == 0:
                 break
             nodes.append(node)
@@ -257,6 +264,7 @@ class ConfidentWidth:
             if value > highest:
                 best, highest = len(nodes), value
         tree = DraftTree.of(nodes[:best], candidates)
+        self.expected = 1.0 + sum(node.chance for node in nodes[:best])
         self._depths.append(tree.depth)
         self._in_flight = tree
         return tree
@@ -277,10 +285,3 @@ class ConfidentWidth:
     def take_notice(self) -> str | None:
         notice, self.pauses.notice = self.pauses.notice, None
         return notice
-
-
-def choose_policy(costs: RoundCosts, widest: int, estimate: AcceptanceEstimate | None = None) -> WidthPolicy:
-    """The policy for a machine with these costs and a drafter that drafts at most `widest` places."""
-    if costs.steep or costs.places:
-        return ConfidentWidth(costs, widest)
-    return SteadyWidth(costs, widest, estimate)

@@ -18,9 +18,8 @@ import mlx.core as mx
 
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.runtime import backend
-from dflash_mlx.targets.few_rows_attention import attention_layers, set_attention
+from dflash_mlx.targets.few_rows_attention import attention_layers, kernel_works, set_attention
 from dflash_mlx.targets.few_rows_linear import fitting_layers, set_few_rows
-from dflash_mlx.targets.rounding import TOLERANCE, relative_difference
 from dflash_mlx.targets.target import Target
 
 # Numbers of rows that the linear kernel is tried with, rising; the last at which it was faster is the most that it is
@@ -45,7 +44,8 @@ def use_where_faster(target: Target, drafter: DFlashDrafter) -> None:
     def switch_attention(on: bool) -> None:
         set_attention(attention, kernel=on)
 
-    if _same(target, switch_attention):
+    head_dims = {_head_dim(target), drafter.config.head_dim}
+    if all(kernel_works(drafter.dtype, head_dim) for head_dim in head_dims):
         switch_attention(_is_faster(*_compare(target, drafter, _ROUND, switch_attention)))
 
     layers = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
@@ -66,24 +66,12 @@ def most_rows(compare: Callable[[int], tuple[float, float]]) -> int:
     return most
 
 
+def _head_dim(target: Target) -> int:
+    return int(target.text_config("head_dim") or target.hidden_size // target.text_config("num_attention_heads"))
+
+
 def _is_faster(ordinary: float, kernel: float) -> bool:
     return kernel <= (1 - _GAIN) * ordinary
-
-
-def _same(target: Target, switch: Callable[[bool], None]) -> bool:
-    """Whether the target computes the same with what `switch` turns on; False where that cannot run."""
-    tokens = mx.arange(_ROUND)[None] % target.vocab_size
-    logits = []
-    try:
-        for on in (False, True):
-            switch(on)
-            logits.append(target.forward(tokens, target.make_cache()))
-            mx.eval(logits)
-    except (RuntimeError, ValueError):  # no compiler for the kernel, or it was refused
-        return False
-    finally:
-        switch(False)
-    return relative_difference(logits[1], logits[0]) <= TOLERANCE[logits[0].dtype]
 
 
 def _compare(target: Target, drafter: DFlashDrafter, rows: int, switch: Callable[[bool], None]) -> tuple[float, float]:

@@ -16,7 +16,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
+
+from dflash_mlx.targets.rounding import relative_difference
 
 # The kernel keeps a number for each key in the GPU's shared memory, 16 KB in all.
 MOST_KEYS = 4096
@@ -26,6 +29,8 @@ MOST_ROWS = 64
 _MOST_WORK = 40_000_000
 _NAME = "scaled_dot_product_attention"
 _PREFIX = "FewRows"
+# What two ways to compute attention may differ by, relative to its spread.
+_ROUNDING = 0.02
 _THREADS = 256
 
 # A block of threads computes one query head of one row. Threads in groups of D / 8 share a key: 8 numbers each.
@@ -166,6 +171,26 @@ def fits(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | s
             or (isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.shape == (rows, length))
         )
     )
+
+
+def kernel_works(dtype: mx.Dtype, head_dim: int) -> bool:
+    """Whether the kernel can be compiled here and gives what MLX's attention gives; True where it would not be used."""
+    rng = np.random.default_rng(0)
+    rows, length = 5, 70
+    queries, keys, values = (
+        mx.array(rng.standard_normal((1, heads, count, head_dim), dtype=np.float32)).astype(dtype)
+        for heads, count in ((4, rows), (2, length), (2, length))
+    )
+    tree = mx.array((rng.random((rows, length)) > 0.5) | np.eye(rows, length, dtype=bool))
+    try:
+        for mask in (None, "causal", tree):
+            call: Any = {"cache": None, "scale": head_dim**-0.5, "mask": mask}
+            found = attend(queries, keys, values, **call)
+            if relative_difference(found, scaled_dot_product_attention(queries, keys, values, **call)) > _ROUNDING:
+                return False
+    except (RuntimeError, ValueError):  # no compiler, or one that refuses it
+        return False
+    return True
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:

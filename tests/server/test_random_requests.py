@@ -7,6 +7,7 @@ import pytest
 from fakes import running
 from tiny_pair import make_templated_pair
 
+from dflash_mlx.decoding.trees_or_chains import PairCosts
 from dflash_mlx.decoding.width import RoundCosts
 from dflash_mlx.server.worker import Worker
 
@@ -72,7 +73,8 @@ def check(pair, count, *, width=None):
 @pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.long)])
 def test_tiny_models(count, trees):
     pair = make_templated_pair()
-    pair._costs = RoundCosts({0: 1.0, 1: 1.01, 31: 1.1}, {1: 0.01, 7: 0.01}, steep=False, places=7)
+    chains = RoundCosts({0: 1.0, 1: 1.01, 7: 1.1}, {1: 0.01, 7: 0.01}, steep=False)
+    pair._costs = PairCosts(chains, RoundCosts({0: 1.0, 1: 1.01, 31: 1.1}, {1: 0.01, 7: 0.01}, steep=False, places=7))
     check(pair, count, width=None if trees else 5)
 
 

@@ -62,25 +62,29 @@ def test_a_kernel_that_gains_too_little_is_not_used(pair, monkeypatch):
     assert not uses(attention)
 
 
-def right(*, inputs, **_):
-    q, k, v, scale = inputs
-    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale.item(), mask="causal")
-    return [out.transpose(0, 2, 1, 3)]
+def right(kind):
+    def kernel(*, inputs, **_):
+        q, k, v, scale, *mask = inputs
+        masks = {"all": None, "causal": "causal", "mask": mask and mask[0]}
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale.item(), mask=masks[kind])
+        return [out.transpose(0, 2, 1, 3)]
+
+    return kernel
 
 
-def wrong(**call):
-    return [2 * right(**call)[0]]
+def wrong_for_trees(kind):
+    return right("all" if kind == "mask" else kind)
 
 
-def failing(**_):
+def failing(kind):
     raise RuntimeError("no compiler")
 
 
-@pytest.mark.parametrize("kernel", [right, wrong, failing])
+@pytest.mark.parametrize("kernel", [right, wrong_for_trees, failing])
 def test_a_kernel_that_computes_something_else_or_fails_is_not_used(pair, kernel, monkeypatch):
     target, drafter, _, attention = pair
     monkeypatch.setattr(few_rows_attention, "fits", lambda *_: True)
-    monkeypatch.setattr(few_rows_attention, "_kernel", lambda _: kernel)
+    monkeypatch.setattr(few_rows_attention, "_kernel", kernel)
     monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * uses(attention))
     use_where_faster(target, drafter)
     assert uses(attention) == (kernel is right)
