@@ -33,7 +33,8 @@ _PREFIX = "FewRows"
 _ROUNDING = 0.02
 _THREADS = 256
 
-# A block of threads computes one query head of one row. Threads in groups of D / 8 share a key: 8 numbers each.
+# A block of threads computes one query head of one row. Threads in groups of D / 8 share a key: 8 numbers each. One
+# kernel serves all kinds of masks, because compiling one takes seconds the first time.
 _SOURCE = """
     constexpr int LANES = D / 8;
     constexpr int GROUPS = THREADS / LANES;
@@ -45,6 +46,8 @@ _SOURCE = """
 
     const int head = blockIdx.x, row = blockIdx.y;
     const int rows = q_shape[2], keys = k_shape[2];
+    const int kind = static_cast<int>(settings[1]);
+    const int last = kind == CAUSAL ? keys - rows + row : keys - 1;
     const int kv_head = head / (q_shape[1] / k_shape[1]);
     const int part = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -68,7 +71,7 @@ _SOURCE = """
     float highest = NEVER;
     for (int first = 0; first < keys; first += GROUPS) {
       const int i = first + group;
-      const bool seen = i < keys && (SEEN);
+      const bool seen = i <= last && (kind != MASK || mask[row * mask_strides[0] + i * mask_strides[1]]);
       float score = 0;
       if (seen) {
         load(from_keys + i * k_strides[2], k_strides[3], numbers);
@@ -76,7 +79,7 @@ _SOURCE = """
       }
       for (int distance = LANES / 2; distance > 0; distance /= 2)
         score += __shfl_xor_sync(0xffffffff, score, distance);
-      score = seen ? score * scale[0] * 1.44269504089f : NEVER;
+      score = seen ? score * settings[0] * 1.44269504089f : NEVER;
       if (part == 0 && i < keys) weights[i] = score;
       highest = max(highest, score);
     }
@@ -117,12 +120,9 @@ _SOURCE = """
       out[(row * q_shape[1] + head) * D + d] = static_cast<T>(sum / total);
     }
 """
-# Which keys a row sees, by the kind of mask.
-_SEEN = {
-    "all": "true || rows",
-    "causal": "i <= keys - rows + row",
-    "mask": "mask[row * mask_strides[0] + i * mask_strides[1]]",
-}
+# What a row sees, as the kernel is told: everything, what comes before it, or what a mask says.
+_ALL, _CAUSAL, _MASK = 0, 1, 2
+_CONSTANTS = [("THREADS", _THREADS), ("MOST_KEYS", MOST_KEYS), ("CAUSAL", _CAUSAL), ("MASK", _MASK)]
 
 
 def attend(
@@ -139,10 +139,11 @@ def attend(
         ordinary: Any = scaled_dot_product_attention  # its annotation leaves "causal" out
         return ordinary(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     _, heads, rows, head_dim = queries.shape
-    kind = "all" if mask is None else "causal" if isinstance(mask, str) else "mask"
-    (out,) = _kernel(kind)(
-        inputs=[queries, keys, values, _scalar(scale), *([mask] if kind == "mask" else [])],
-        template=[("T", queries.dtype), ("D", head_dim), ("THREADS", _THREADS), ("MOST_KEYS", MOST_KEYS)],
+    kind = _ALL if mask is None else _CAUSAL if isinstance(mask, str) else _MASK
+    settings, no_mask = _settings(scale, kind)
+    (out,) = _kernel()(
+        inputs=[queries, keys, values, settings, mask if kind == _MASK else no_mask],
+        template=[("T", queries.dtype), ("D", head_dim), *_CONSTANTS],
         grid=(heads * _THREADS, rows, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(1, rows, heads, head_dim)],
@@ -230,25 +231,21 @@ def _with_kernel(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"{_PREFIX}{kind.__name__}", (kind,), {"__call__": own})
 
 
-def source(kind: str) -> str:
-    """The kernel's body for a kind of mask: "all", "causal" or "mask"."""
-    return _SOURCE.replace("SEEN", _SEEN[kind])
-
-
 @cache
-def _kernel(kind: str) -> Any:
+def _kernel() -> Any:
     return mx.fast.cuda_kernel(
-        name=f"few_rows_attention_{kind}",
-        input_names=["q", "k", "v", "scale", *(["mask"] if kind == "mask" else [])],
+        name="dflash_few_rows_attention",
+        input_names=["q", "k", "v", "settings", "mask"],
         output_names=["out"],
-        source=source(kind),
+        source=_SOURCE,
         # Keys and values are parts of larger arrays; a copy of them would cost more than the product.
         ensure_row_contiguous=False,
     )
 
 
 @cache
-def _scalar(value: float) -> mx.array:
-    scalar = mx.array(value, dtype=mx.float32)
-    mx.eval(scalar)
-    return scalar
+def _settings(scale: float, kind: int) -> tuple[mx.array, mx.array]:
+    """What the kernel is told, and what stands for a mask where there is none."""
+    settings, no_mask = mx.array([scale, kind], dtype=mx.float32), mx.ones((1, 1), dtype=mx.bool_)
+    mx.eval(settings, no_mask)
+    return settings, no_mask

@@ -62,21 +62,18 @@ def test_a_kernel_that_gains_too_little_is_not_used(pair, monkeypatch):
     assert not uses(attention)
 
 
-def right(kind):
-    def kernel(*, inputs, **_):
-        q, k, v, scale, *mask = inputs
-        masks = {"all": None, "causal": "causal", "mask": mask and mask[0]}
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale.item(), mask=masks[kind])
-        return [out.transpose(0, 2, 1, 3)]
-
-    return kernel
+def right(*, inputs, **_):
+    q, k, v, settings, mask = inputs
+    scale, kind = settings.tolist()
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=[None, "causal", mask][int(kind)])
+    return [out.transpose(0, 2, 1, 3)]
 
 
-def wrong_for_trees(kind):
-    return right("all" if kind == "mask" else kind)
+def wrong_for_trees(*, inputs, **call):
+    return right(inputs=[*inputs[:4], mx.ones_like(inputs[4])], **call)
 
 
-def failing(kind):
+def failing(**_):
     raise RuntimeError("no compiler")
 
 
@@ -84,7 +81,7 @@ def failing(kind):
 def test_a_kernel_that_computes_something_else_or_fails_is_not_used(pair, kernel, monkeypatch):
     target, drafter, _, attention = pair
     monkeypatch.setattr(few_rows_attention, "fits", lambda *_: True)
-    monkeypatch.setattr(few_rows_attention, "_kernel", kernel)
+    monkeypatch.setattr(few_rows_attention, "_kernel", lambda: kernel)
     monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * uses(attention))
     use_where_faster(target, drafter)
     assert uses(attention) == (kernel is right)

@@ -74,9 +74,9 @@ def test_the_kernel_reads_its_inputs_where_they_lie(aligned, tmp_path):
     made = CudaKernel(
         tmp_path,
         name="strides",
-        input_names=["q", "k", "v", "scale", "mask"],
+        input_names=["q", "k", "v", "settings", "mask"],
         output_names=["out"],
-        source=few_rows_attention.source("mask"),
+        source=few_rows_attention._SOURCE,
         ensure_row_contiguous=False,
     )
     q = rng.standard_normal((1, rows, heads, head_dim), dtype=np.float32).transpose(0, 2, 1, 3)
@@ -88,8 +88,8 @@ def test_the_kernel_reads_its_inputs_where_they_lie(aligned, tmp_path):
     mask = (rng.random((keys, rows)) > 0.3).T
     mask[:, 0] = True
     (found,) = made(
-        inputs=[q, k, v, np.array(0.25, dtype=np.float32), mask],
-        template=[("T", mx.float32), ("D", head_dim), ("THREADS", 256), ("MOST_KEYS", MOST_KEYS)],
+        inputs=[q, k, v, np.array([0.25, few_rows_attention._MASK], dtype=np.float32), mask],
+        template=[("T", mx.float32), ("D", head_dim), *few_rows_attention._CONSTANTS],
         grid=(heads * 256, rows, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[(1, rows, heads, head_dim)],
