@@ -37,7 +37,7 @@ class PairCosts:
 class Experience:
     """What answers teach the next one: which drafts are kept, and which kind of drafts is used.
 
-    chains: not trees; stayed: rounds drafted since the last change; stay: how many of chains to the next look at trees.
+    chains: not trees; stayed: rounds drafted with chains since the last look at trees; stay: how many to the next one.
     """
 
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
@@ -67,10 +67,12 @@ class TreesOrChains:
         self.chains = SteadyWidth(chains, places, experience.estimate)
         self.trees = ConfidentWidth(trees, places)
         self.experience = experience
-        # Decayed sums over rounds of trees: expected tokens and seconds, and what chains of 0 to `places` would gain.
-        self._tokens = self._seconds = self._rounds = 0.0
-        self._chain_tokens = np.zeros(places + 1)
         self._grown = False
+        # Rounds of trees that were compared with chains.
+        self._looked = 0
+        # Decayed sums over them: how many, expected tokens and seconds, and what chains of 0 to `places` would gain.
+        self._rounds = self._tokens = self._seconds = 0.0
+        self._chain_tokens = np.zeros(places + 1)
 
     @property
     def reads_confidence(self) -> bool:
@@ -95,15 +97,17 @@ class TreesOrChains:
         if drafted == 0:
             return
         now = self.experience
-        now.stayed += 1
         if now.chains:
+            now.stayed += 1
             # Where chains do not pay, trees still may.
             if now.stayed >= now.stay or self.chains.pauses.resting > 0:
-                now.stay = min(2 * now.stay, _LONGEST_STAY)
-                self._change(to_chains=False)
-        elif self._rounds and (now.stayed >= _LOOK or self.trees.pauses.resting > 0):
+                now.chains, now.stayed, now.stay = False, 0, min(2 * now.stay, _LONGEST_STAY)
+                self._looked = 0
+                self._rounds = self._tokens = self._seconds = 0.0
+                self._chain_tokens[:] = 0.0
+        elif self._looked >= _LOOK or (self._looked and self.trees.pauses.resting > 0):
             if self._speed_of_chains() > _HYSTERESIS * self._tokens / self._seconds:
-                self._change(to_chains=True)
+                now.chains = True
             else:
                 now.stay = _FIRST_STAY
 
@@ -118,6 +122,7 @@ class TreesOrChains:
         gains = 1.0 + np.cumsum(np.cumprod(best))
         missing = len(self._chain_tokens) - 1 - len(gains)
         chain_tokens = np.concatenate([[1.0], gains, np.full(missing, gains[-1])])
+        self._looked += 1
         self._rounds = _FADE * self._rounds + 1
         self._tokens = _FADE * self._tokens + self.trees.expected
         self._seconds = _FADE * self._seconds + self.trees.costs.round(tree.size, drafted=candidates.depth)
@@ -129,8 +134,3 @@ class TreesOrChains:
         return max(
             tokens / (self._rounds * costs.round(width)) for width, tokens in enumerate(self._chain_tokens) if width
         )
-
-    def _change(self, *, to_chains: bool) -> None:
-        self.experience.chains, self.experience.stayed = to_chains, 0
-        self._tokens = self._seconds = self._rounds = 0.0
-        self._chain_tokens *= 0

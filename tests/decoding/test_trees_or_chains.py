@@ -5,7 +5,7 @@ import pytest
 
 from dflash_mlx.decoding.tree import Candidates
 from dflash_mlx.decoding.trees_or_chains import Experience, TreesOrChains
-from dflash_mlx.decoding.width import RoundCosts
+from dflash_mlx.decoding.width import ConfidentWidth, RoundCosts, SteadyWidth
 
 PLACES = 15
 PLAIN = 2.8
@@ -58,11 +58,10 @@ def test_the_faster_kind_is_found(text, trees_take, trees_win, start):
     rng = np.random.default_rng(1)
     speed, share = run(policy, text, 600, rng, trees_take)
     assert share > 0.75 if trees_win else share < 0.25
+    chains, trees = costs_of(trees_take)
     fixed = {}
-    for chains in (True, False):
-        only = TreesOrChains(*costs_of(trees_take), PLACES, Experience(chains=chains))
-        only._change = lambda **_: None
-        fixed[chains], _ = run(only, text, 600, rng, trees_take)
+    for kind, only in ((False, ConfidentWidth(trees, PLACES)), (True, SteadyWidth(chains, PLACES))):
+        fixed[kind], _ = run(only, text, 600, rng, trees_take)
     assert (fixed[False] > fixed[True]) == trees_win
     assert speed > 0.93 * max(fixed.values())
 
