@@ -155,7 +155,7 @@ def attend(
 def fits(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
     """Whether the kernel was made for this: one sequence, a few rows, and a mask that says which keys a row sees."""
     batch, heads, rows, head_dim = queries.shape
-    length = keys.shape[2]
+    _, kv_heads, length, _ = keys.shape
     return (
         batch == 1
         and 1 < rows <= MOST_ROWS
@@ -164,7 +164,8 @@ def fits(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | s
         # A power of two, of which a warp of 32 threads holds at least one.
         and 16 <= head_dim <= 256
         and head_dim & (head_dim - 1) == 0
-        and keys.shape[3] == values.shape[3] == head_dim
+        and keys.shape == values.shape == (1, kv_heads, length, head_dim)
+        and heads % kv_heads == 0
         and queries.dtype == keys.dtype == values.dtype
         and (
             mask is None

@@ -157,6 +157,7 @@ def test_what_the_kernel_was_not_made_for_goes_the_ordinary_way(launched):
         call(keys=MOST_KEYS + 1),
         call(rows=4, keys=4000, heads=64, head_dim=64),
         call(rows=9, keys=4, mask=None),
+        call(key_dtype=mx.bfloat16),
     ]
     for arguments in ordinary:
         found = attend(*arguments)
