@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import anthropic
+import openai
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from dflash_mlx.decoding.logprobs import TokenLogprob
@@ -202,6 +204,14 @@ class Running:
     worker: Any
     port: int
     server: Any
+    clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def openai(self, key: str = "none") -> openai.OpenAI:
+        """A client that is closed with the server."""
+        return self.clients.enter_context(openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0))
+
+    def anthropic(self) -> anthropic.Anthropic:
+        return self.clients.enter_context(anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0))
 
     @property
     def tokenizer(self) -> FakeTokenizer:
@@ -229,9 +239,11 @@ def running(
     address, port = address_of(listener), listener.getsockname()[1]
     thread.start()
     assert ready.wait(20)
+    found = Running(address, service, worker, port, server)
     try:
-        yield Running(address, service, worker, port, server)
+        yield found
     finally:
+        found.clients.close()
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()

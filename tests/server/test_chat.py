@@ -11,13 +11,9 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 ASK = [{"role": "user", "content": "Hi"}]
 
 
-def client_of(server, key="none"):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
-
-
 def whole_and_streamed(server, **options):
     """The same request both ways; text, reasoning, calls, log-probabilities, ends and counts have to agree."""
-    client = client_of(server)
+    client = server.openai()
     whole = client.chat.completions.create(model="fake", messages=ASK, **options)
     chunks = list(
         client.chat.completions.create(
@@ -133,7 +129,7 @@ def test_earlier_calls_and_reasoning_reach_the_template():
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]
     with running(pair=pair) as server:
-        client_of(server).chat.completions.create(model="fake", messages=messages)
+        server.openai().chat.completions.create(model="fake", messages=messages)
         seen = server.tokenizer.rendered[-1]["messages"]
         assert seen[0] == {"role": "system", "content": "Be brief."}
         assert seen[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
@@ -143,7 +139,7 @@ def test_earlier_calls_and_reasoning_reach_the_template():
 
 def test_parameters_reach_the_worker():
     with running() as server:
-        client_of(server).chat.completions.create(
+        server.openai().chat.completions.create(
             model="fake",
             messages=ASK,
             temperature=0.7,
@@ -195,7 +191,7 @@ def test_parameters_reach_the_worker():
 )
 def test_what_cannot_be_done_is_refused(options, param):
     with running() as server, pytest.raises(openai.BadRequestError) as found:
-        client_of(server).chat.completions.create(**{"model": "fake", "messages": ASK, **options})
+        server.openai().chat.completions.create(**{"model": "fake", "messages": ASK, **options})
     assert found.value.param == param
     assert found.value.type == "invalid_request_error"
 
@@ -204,12 +200,12 @@ def test_what_cannot_be_done_is_refused(options, param):
 def test_calls_cannot_be_forced(choice):
     pair = FakePair(FakeTokenizer(has_tool_calling=True))
     with running(pair=pair) as server, pytest.raises(openai.BadRequestError, match="cannot force"):
-        client_of(server).chat.completions.create(model="fake", messages=ASK, tools=[WEATHER], tool_choice=choice)
+        server.openai().chat.completions.create(model="fake", messages=ASK, tools=[WEATHER], tool_choice=choice)
 
 
 def test_other_models_are_not_served():
     with running(names=("fake", "gpt-4o")) as server:
-        client = client_of(server)
+        client = server.openai()
         with pytest.raises(openai.NotFoundError) as found:
             client.chat.completions.create(model="other", messages=ASK)
         assert found.value.code == "model_not_found"
@@ -221,7 +217,7 @@ def test_other_models_are_not_served():
 def test_a_full_queue():
     with running(FakeWorker(room=1)) as server:
         with pytest.raises(openai.RateLimitError) as found:
-            client_of(server).chat.completions.create(model="fake", messages=ASK, n=2)
+            server.openai().chat.completions.create(model="fake", messages=ASK, n=2)
         assert found.value.response.headers["retry-after"] == "7"
         assert server.worker.cancelled == 1, "what was queued already goes again"
 
@@ -229,7 +225,7 @@ def test_a_full_queue():
 def test_failures_of_ours_keep_their_secrets(capfd):
     worker = FakeWorker(error=KeyError("secret"))
     with running(worker) as server:
-        client = client_of(server)
+        client = server.openai()
         with pytest.raises(openai.InternalServerError) as found:
             client.chat.completions.create(model="fake", messages=ASK)
         assert "secret" not in str(found.value)
@@ -240,7 +236,7 @@ def test_failures_of_ours_keep_their_secrets(capfd):
 
 def test_completions():
     with running(FakeWorker(script=lambda job: "".join(map(chr, job.prompt)).upper())) as server:
-        client = client_of(server)
+        client = server.openai()
         whole = client.completions.create(model="fake", prompt=["one", [116, 119, 111]], n=2, logprobs=1, max_tokens=9)
         assert [c.text for c in whole.choices] == ["ONE", "ONE", "TWO", "TWO"]
         assert whole.choices[0].logprobs.tokens == ["O", "N", "E"]

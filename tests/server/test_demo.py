@@ -2,7 +2,6 @@
 
 import json
 
-import anthropic
 import openai
 import pytest
 from fakes import running
@@ -37,7 +36,7 @@ def server(demo_pair, truth):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return server.openai()
 
 
 def test_chat_is_what_generate_says(client, truth, demo_pair):
@@ -54,7 +53,7 @@ def test_chat_is_what_generate_says(client, truth, demo_pair):
 
 
 def test_every_protocol_gives_the_same_text(server, client, truth):
-    other = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    other = server.anthropic()
     message = other.messages.create(model="demo", max_tokens=24, messages=ASK)
     assert message.content[0].text == truth.text
     assert client.responses.create(model="demo", input=ASK, max_output_tokens=24).output_text == truth.text

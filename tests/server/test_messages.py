@@ -9,15 +9,11 @@ WEATHER = {"name": "weather", "description": "How it is", "input_schema": {"type
 ASK = [{"role": "user", "content": "Hi"}]
 
 
-def client_of(server):
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-
-
 def whole_and_streamed(server, **options):
     """The same request both ways; the client's own accumulation of the events has to be the whole message."""
     options = {"model": "fake", "max_tokens": 1000, "messages": ASK, **options}
-    whole = client_of(server).messages.create(**options)
-    with client_of(server).messages.stream(**options) as stream:
+    whole = server.anthropic().messages.create(**options)
+    with server.anthropic().messages.stream(**options) as stream:
         events = list(stream)
         streamed = stream.get_final_message()
     assert [block.model_dump(exclude={"id"}) for block in streamed.content] == [
@@ -91,7 +87,7 @@ def test_a_conversation_with_tools_reaches_the_template():
         },
     ]
     with running(pair=pair) as server:
-        client_of(server).messages.create(model="fake", max_tokens=9, messages=conversation)
+        server.anthropic().messages.create(model="fake", max_tokens=9, messages=conversation)
         seen = server.tokenizer.rendered[-1]["messages"]
         assert [m["role"] for m in seen] == ["user", "assistant", "tool", "user"]
         assert seen[1]["reasoning_content"] == "hm"
@@ -102,13 +98,13 @@ def test_a_conversation_with_tools_reaches_the_template():
 def test_a_begun_answer_is_continued():
     with running() as server:
         begun = [*ASK, {"role": "assistant", "content": "Well"}]
-        client_of(server).messages.create(model="fake", max_tokens=9, messages=begun)
+        server.anthropic().messages.create(model="fake", max_tokens=9, messages=begun)
         assert server.tokenizer.rendered[-1]["continue"] is True
 
 
 def test_counting_tokens():
     with running() as server:
-        client = client_of(server)
+        client = server.anthropic()
         counted = client.messages.count_tokens(model="fake", messages=ASK, system="Be brief.")
         made = client.messages.create(model="fake", max_tokens=9, messages=ASK, system="Be brief.")
         assert counted.input_tokens == made.usage.input_tokens + made.usage.cache_read_input_tokens
@@ -128,7 +124,7 @@ def test_counting_tokens():
 )
 def test_what_cannot_be_done_is_refused(options):
     with running() as server, pytest.raises(anthropic.BadRequestError) as found:
-        client_of(server).messages.create(**{"model": "fake", "max_tokens": 9, "messages": ASK, **options})
+        server.anthropic().messages.create(**{"model": "fake", "max_tokens": 9, "messages": ASK, **options})
     assert found.value.body["type"] == "error"
     assert found.value.body["error"]["type"] == "invalid_request_error"
 
@@ -136,7 +132,7 @@ def test_what_cannot_be_done_is_refused(options):
 def test_errors_have_their_own_kinds():
     with running(FakeWorker(room=0)) as server:
         with pytest.raises(anthropic.RateLimitError) as full:
-            client_of(server).messages.create(model="fake", max_tokens=9, messages=ASK)
+            server.anthropic().messages.create(model="fake", max_tokens=9, messages=ASK)
         assert full.value.response.headers["retry-after"] == "7"
         with pytest.raises(anthropic.NotFoundError):
-            client_of(server).messages.create(model="other", max_tokens=9, messages=ASK)
+            server.anthropic().messages.create(model="other", max_tokens=9, messages=ASK)

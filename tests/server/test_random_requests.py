@@ -2,7 +2,6 @@
 
 import random
 
-import openai
 import pytest
 from fakes import running
 from tiny_pair import make_templated_pair
@@ -56,7 +55,7 @@ def check(pair, count, *, width=None):
     answers = []
     for draft in (True, False):
         with running(Worker(pair, draft=draft, width=width), pair=pair) as server:
-            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+            client = server.openai()
             answers.append([client.chat.completions.create(**request) for request in requests])
             if draft:
                 for request, first in zip(requests, answers[0], strict=True):

@@ -9,15 +9,11 @@ WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object
 IDS = {"id", "call_id"}
 
 
-def client_of(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def whole_and_streamed(server, **options):
     """The same request both ways; items are what their deltas add up to, and the events are in order."""
     options = {"model": "fake", "input": "Hi", **options}
-    whole = client_of(server).responses.create(**options)
-    events = list(client_of(server).responses.create(stream=True, **options))
+    whole = server.openai().responses.create(**options)
+    events = list(server.openai().responses.create(stream=True, **options))
     assert [e.sequence_number for e in events] == list(range(len(events)))
     assert [e.type for e in events[:2]] == ["response.created", "response.in_progress"]
     final = events[-1].response
@@ -68,7 +64,7 @@ def test_reasoning_and_calls(size):
         assert (call.name, call.arguments) == ("weather", '{"city": "Paris"}')
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
         conversation = [{"role": "user", "content": "Hi"}, *whole.output, result]
-        client_of(server).responses.create(model="fake", input=conversation, tools=[WEATHER])
+        server.openai().responses.create(model="fake", input=conversation, tools=[WEATHER])
         seen = server.tokenizer.rendered[-1]["messages"]
         assert [m["role"] for m in seen] == ["user", "assistant", "tool"]
         assert (seen[1]["reasoning_content"], seen[1]["content"]) == ("Where?", "I look.")
@@ -90,12 +86,12 @@ def test_reasoning_and_calls(size):
 )
 def test_what_needs_a_memory_is_refused(options):
     with running() as server, pytest.raises(openai.BadRequestError):
-        client_of(server).responses.create(**{"model": "fake", "input": "Hi", **options})
+        server.openai().responses.create(**{"model": "fake", "input": "Hi", **options})
 
 
 def test_a_failure_while_streaming(capfd):
     with running(FakeWorker(error=KeyError("secret"))) as server:
-        events = list(client_of(server).responses.create(model="fake", input="Hi", stream=True))
+        events = list(server.openai().responses.create(model="fake", input="Hi", stream=True))
         assert events[-1].type == "response.failed"
         assert events[-1].response.error.code == "server_error"
     capfd.readouterr()
