@@ -23,6 +23,8 @@ _HYSTERESIS = 1.05
 # often while it changes nothing.
 _LOOK, _FIRST_STAY, _LONGEST_STAY = 8, 64, 512
 _FADE = 0.9
+# The same for what trees gain beyond their promise, and for how many tokens it is taken to be nothing at first.
+_SLOW_FADE, _PRIOR_TOKENS = 0.99, 100.0
 
 
 @dataclass
@@ -38,12 +40,18 @@ class Experience:
     """What answers teach the next one: which drafts are kept, and which kind of drafts is used.
 
     chains: not trees; stayed: rounds drafted with chains since the last look at trees; stay: how many to the next one.
+    lead: how many times as fast as chains trees were when last compared, None before.
+    gained, promised: tokens of rounds of trees, by the outcome and by the drafter's probabilities, decayed sums. The
+    demo pair's gain an eighth more than promised: where the first guess is right, the next is likelier to be.
     """
 
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     chains: bool = False
     stayed: int = 0
     stay: int = _FIRST_STAY
+    lead: float | None = None
+    gained: float = _PRIOR_TOKENS
+    promised: float = _PRIOR_TOKENS
 
 
 def choose_policy(costs: PairCosts, places: int, experience: Experience | None = None) -> WidthPolicy:
@@ -91,22 +99,29 @@ class TreesOrChains:
     def observe(
         self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
     ) -> None:
-        policy: WidthPolicy = self.trees if self._grown else self.chains
-        self._grown = False
+        now = self.experience
+        grown, self._grown = self._grown, False
+        # A plain round, at an answer's ends or in a pause, tells something of the kind that is used.
+        policy: WidthPolicy = self.trees if grown or (drafted == 0 and not now.chains) else self.chains
+        promised = self.trees.expected
         policy.observe(drafted=drafted, width=width, num_accepted=num_accepted, path=path, seconds=seconds)
         if drafted == 0:
             return
-        now = self.experience
+        if grown and width:
+            now.gained = _SLOW_FADE * now.gained + num_accepted + 1
+            now.promised = _SLOW_FADE * now.promised + promised
         if now.chains:
             now.stayed += 1
             # Where chains do not pay, trees still may.
-            if now.stayed >= now.stay or self.chains.pauses.resting > 0:
+            paused = self.chains.pauses.resting > 0 and (now.lead is None or now.lead > 1)
+            if now.stayed >= now.stay or paused:
                 now.chains, now.stayed, now.stay = False, 0, min(2 * now.stay, _LONGEST_STAY)
                 self._looked = 0
                 self._rounds = self._tokens = self._seconds = 0.0
                 self._chain_tokens[:] = 0.0
         elif self._looked >= _LOOK or (self._looked and self.trees.pauses.resting > 0):
-            if self._speed_of_chains() > _HYSTERESIS * self._tokens / self._seconds:
+            now.lead = self._tokens * now.gained / now.promised / self._seconds / self._speed_of_chains()
+            if now.lead < 1 / _HYSTERESIS:
                 now.chains = True
             else:
                 now.stay = _FIRST_STAY

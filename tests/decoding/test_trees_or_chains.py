@@ -33,7 +33,8 @@ def run(policy, text, rounds, rng, trees_take):
         path, width, took = [0], drafted, PLAIN if drafted == 0 else CHAINS[PLACES]
         if drafted and policy.reads_confidence:
             tree = policy.choose(candidates.shortened(drafted))
-            width, took = tree.size, trees_take
+            # A tree may be empty; then a draft was made for nothing.
+            width, took = tree.size, trees_take if tree.size else PLAIN + 1.0
             trees += 1
             for token in drawn:
                 row = [i for i, p in enumerate(tree.parents, 1) if p == path[-1] and tree.tokens[i - 1] == token]
