@@ -87,6 +87,19 @@ def test_a_kernel_that_computes_something_else_or_fails_is_not_used(pair, kernel
     assert uses(attention) == (kernel is right)
 
 
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"head_dim": 16, "num_attention_heads": 2}, {16}),
+        ({"text_config": {"head_dim": None, "num_attention_heads": 4}}, {16}),
+        ({"n_head": 4}, set()),
+    ],
+)
+def test_head_sizes_are_taken_from_any_config(config, found):
+    target = replace(tiny_target("llama"), config={"hidden_size": 64, **config})
+    assert few_rows._head_dims(target) == found
+
+
 def test_the_measurement_runs_and_leaves_things_as_they_were():
     target, drafter = tiny_target("llama"), tiny_drafter()
     switched = []
