@@ -20,13 +20,23 @@ from dflash_mlx.sampling import SamplingParams
 
 def reference(pair, prompt, tokens, params):
     """mlx-lm's log-probabilities along these tokens: (steps, V)."""
-    forced = iter(tokens)
+    forced, history = iter(tokens), list(prompt)
+
+    def choose(logprobs):
+        history.append(next(forced, 0))
+        return mx.array(history[-1:])
+
+    # Given the history here, because mlx-lm 0.31 leaves most of the prompt out of it.
+    processors = [
+        lambda _, logits, processor=processor: processor(mx.array(history), logits)
+        for processor in params.logits_processors()
+    ]
     steps = generate_step(
         mx.array(prompt),
         pair.target.model,
         max_tokens=len(tokens),
-        sampler=lambda logprobs: mx.array([next(forced, 0)]),
-        logits_processors=params.logits_processors(),
+        sampler=choose,
+        logits_processors=processors,
     )
     return [np.array(logprobs) for _, logprobs in steps]
 
