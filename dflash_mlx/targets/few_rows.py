@@ -44,8 +44,8 @@ def use_where_faster(target: Target, drafter: DFlashDrafter) -> None:
     def switch_attention(on: bool) -> None:
         set_attention(attention, kernel=on)
 
-    head_dims = {drafter.config.head_dim, *_head_dims(target)}
-    if all(kernel_works(drafter.dtype, head_dim) for head_dim in head_dims):
+    head_dims = {drafter.config.head_dim, target.head_dim}
+    if all(kernel_works(drafter.dtype, head_dim) for head_dim in head_dims if head_dim):
         switch_attention(_is_faster(*_compare(target, drafter, _ROUND, switch_attention)))
 
     layers = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
@@ -64,13 +64,6 @@ def most_rows(compare: Callable[[int], tuple[float, float]]) -> int:
             break
         most = rows
     return most
-
-
-def _head_dims(target: Target) -> set[int]:
-    """What the target's config says of the size of its heads; nothing where it has names of its own."""
-    heads = target.text_config("num_attention_heads")
-    head_dim = target.text_config("head_dim") or (target.hidden_size // heads if heads else None)
-    return {int(head_dim)} if head_dim else set()
 
 
 def _is_faster(ordinary: float, kernel: float) -> bool:

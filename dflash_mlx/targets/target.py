@@ -112,6 +112,13 @@ class Target:
         return int(self.text_config("hidden_size"))
 
     @property
+    def head_dim(self) -> int | None:
+        """Size of an attention head, or None where the config has names of its own for it."""
+        heads = self.text_config("num_attention_heads")
+        size = self.text_config("head_dim") or (self.hidden_size // heads if heads else None)
+        return int(size) if size else None
+
+    @property
     def context_length(self) -> int | None:
         """Positions the model was made for, or None where its config does not say."""
         value = self.text_config("max_position_embeddings")

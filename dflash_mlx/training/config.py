@@ -51,7 +51,7 @@ def make_config(target: Target, tokenizer: Any, frame: ChatFrame, options: Train
         num_hidden_layers=options.layers,
         num_attention_heads=heads,
         num_key_value_heads=int(target.text_config("num_key_value_heads") or heads),
-        head_dim=int(target.text_config("head_dim") or target.hidden_size // heads),
+        head_dim=target.head_dim or target.hidden_size // heads,
         vocab_size=target.vocab_size,
         block_size=options.block_size,
         mask_token_id=options.mask_token if options.mask_token is not None else mask_token(target, tokenizer, frame),

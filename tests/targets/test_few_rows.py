@@ -90,14 +90,19 @@ def test_a_kernel_that_computes_something_else_or_fails_is_not_used(pair, kernel
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        ({"head_dim": 16, "num_attention_heads": 2}, {16}),
-        ({"text_config": {"head_dim": None, "num_attention_heads": 4}}, {16}),
-        ({"n_head": 4}, set()),
+        ({"head_dim": 16, "num_attention_heads": 2}, 16),
+        ({"text_config": {"head_dim": None, "num_attention_heads": 4}}, 16),
+        ({"n_head": 4}, None),
     ],
 )
-def test_head_sizes_are_taken_from_any_config(config, found):
-    target = replace(tiny_target("llama"), config={"hidden_size": 64, **config})
-    assert few_rows._head_dims(target) == found
+def test_head_sizes_are_taken_from_any_config(config, found, pair, monkeypatch):
+    """And one that does not say is no reason against the kernels."""
+    _, drafter, linear, attention = pair
+    target = replace(pair[0], config={"hidden_size": 64, "vocab_size": pair[0].vocab_size, **config})
+    assert target.head_dim == found
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * uses(linear) - 0.2 * uses(attention))
+    use_where_faster(target, drafter)
+    assert uses(attention)
 
 
 def test_the_measurement_runs_and_leaves_things_as_they_were():
