@@ -91,9 +91,9 @@ def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> PairC
     steep = chains[places] > STEEP * chains[1]
     trees: dict[int, float] = {}
     if Session(target, drafter).can_branch():
-        trees[places] = timed(places, tree=True)
-        if trees[places] > MOST_GAIN * chains[places]:
-            trees.clear()
+        seconds = timed(places, tree=True)
+        if seconds <= MOST_GAIN * chains[places]:
+            trees[places] = seconds
     if steep and not trees:
         chains.clear()
 

@@ -54,6 +54,32 @@ class Experience:
     promised: float = _PRIOR_TOKENS
 
 
+class _Look:
+    """Rounds of trees compared with chains: `count`, and decayed sums of what they promised."""
+
+    def __init__(self, places: int) -> None:
+        self.count = 0
+        self.rounds = self.tokens = self.seconds = 0.0
+        # Tokens that chains of 0 to `places` of the same drafts would have been expected to gain.
+        self.chain_tokens = np.zeros(places + 1)
+
+    def add(self, *, tokens: float, seconds: float, best: np.ndarray) -> None:
+        """A tree of `tokens` and `seconds`; best: the chance of the likeliest token at each place drafted."""
+        gains = 1.0 + np.cumsum(np.cumprod(best))
+        missing = len(self.chain_tokens) - 1 - len(gains)
+        self.count += 1
+        self.rounds = _FADE * self.rounds + 1
+        self.tokens = _FADE * self.tokens + tokens
+        self.seconds = _FADE * self.seconds + seconds
+        self.chain_tokens = _FADE * self.chain_tokens + np.concatenate([[1.0], gains, np.full(missing, gains[-1])])
+
+    def speed_of_chains(self, costs: RoundCosts) -> float:
+        """Tokens a second of chains, at their best width."""
+        return max(
+            tokens / (self.rounds * costs.round(width)) for width, tokens in enumerate(self.chain_tokens) if width
+        )
+
+
 def choose_policy(costs: PairCosts, places: int, experience: Experience | None = None) -> WidthPolicy:
     """The policy for a machine with these costs and a drafter that drafts at most `places` places."""
     experience = experience or Experience()
@@ -76,11 +102,7 @@ class TreesOrChains:
         self.trees = ConfidentWidth(trees, places)
         self.experience = experience
         self._grown = False
-        # Rounds of trees that were compared with chains.
-        self._looked = 0
-        # Decayed sums over them: how many, expected tokens and seconds, and what chains of 0 to `places` would gain.
-        self._rounds = self._tokens = self._seconds = 0.0
-        self._chain_tokens = np.zeros(places + 1)
+        self._look = _Look(places)
 
     @property
     def reads_confidence(self) -> bool:
@@ -93,7 +115,9 @@ class TreesOrChains:
         self._grown = True
         tree = self.trees.choose(candidates)
         if candidates.depth and candidates.token_ids.shape[1] > 1:
-            self._compare(candidates, tree)
+            best = np.exp(candidates.log_probs[:, 0].astype(np.float64)) * self.trees.calibration
+            seconds = self.trees.costs.round(tree.size, drafted=candidates.depth)
+            self._look.add(tokens=self.trees.expected, seconds=seconds, best=np.minimum(best, 1.0))
         return tree
 
     def observe(
@@ -116,11 +140,10 @@ class TreesOrChains:
             paused = self.chains.pauses.resting > 0 and (now.lead is None or now.lead > 1)
             if now.stayed >= now.stay or paused:
                 now.chains, now.stayed, now.stay = False, 0, min(2 * now.stay, _LONGEST_STAY)
-                self._looked = 0
-                self._rounds = self._tokens = self._seconds = 0.0
-                self._chain_tokens[:] = 0.0
-        elif self._looked >= _LOOK or (self._looked and self.trees.pauses.resting > 0):
-            now.lead = self._tokens * now.gained / now.promised / self._seconds / self._speed_of_chains()
+                self._look = _Look(self.trees.places)
+        elif self._look.count >= _LOOK or (self._look.count and self.trees.pauses.resting > 0):
+            speed = self._look.tokens * now.gained / now.promised / self._look.seconds
+            now.lead = speed / self._look.speed_of_chains(self.chains.costs)
             if now.lead < 1 / _HYSTERESIS:
                 now.chains = True
             else:
@@ -130,22 +153,3 @@ class TreesOrChains:
         """A pause of either kind matters only while that kind is used."""
         notices = self.trees.take_notice(), self.chains.take_notice()
         return notices[self.experience.chains]
-
-    def _compare(self, candidates: Candidates, tree: DraftTree) -> None:
-        # Tokens that chains of 0, 1, ... of the same drafts would have been expected to gain.
-        best = np.minimum(np.exp(candidates.log_probs[:, 0].astype(np.float64)) * self.trees.calibration, 1.0)
-        gains = 1.0 + np.cumsum(np.cumprod(best))
-        missing = len(self._chain_tokens) - 1 - len(gains)
-        chain_tokens = np.concatenate([[1.0], gains, np.full(missing, gains[-1])])
-        self._looked += 1
-        self._rounds = _FADE * self._rounds + 1
-        self._tokens = _FADE * self._tokens + self.trees.expected
-        self._seconds = _FADE * self._seconds + self.trees.costs.round(tree.size, drafted=candidates.depth)
-        self._chain_tokens = _FADE * self._chain_tokens + chain_tokens
-
-    def _speed_of_chains(self) -> float:
-        """Tokens a second of chains, at their best width, over the rounds compared."""
-        costs = self.chains.costs
-        return max(
-            tokens / (self._rounds * costs.round(width)) for width, tokens in enumerate(self._chain_tokens) if width
-        )
