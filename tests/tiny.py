@@ -8,6 +8,10 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 
+from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.width import FixedWidth
 from dflash_mlx.drafters.checkpoint import make_drafter
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter
@@ -105,6 +109,15 @@ def plain_tokens(
         if token in (eos_ids or set()):
             break
     return tokens
+
+
+def drafted_tokens(
+    target: Target, drafter: DFlashDrafter, prompt: list[int], max_tokens: int, policy: FixedWidth
+) -> list[int]:
+    """Greedy tokens of the decode loop, over new caches."""
+    session = Session(target, drafter)
+    steps = decode(session, prompt, strategy=Greedy(), policy=policy, max_tokens=max_tokens, eos_ids=set())
+    return [token for step in steps for token in step.tokens]
 
 
 def _randomize(model: Any, seed: int) -> None:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import CASES, HIDDEN, VOCAB, make_weights, write_folder
-from tiny import plain_tokens, tiny_drafter, tiny_target
+from tiny import drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode
@@ -74,8 +74,7 @@ def test_a_head_of_its_own_drafts_its_own_tokens(tmp_path):
     session = Session(target, drafter)
     hidden = mx.random.normal((3, HIDDEN), key=mx.random.key(2))
     assert mx.allclose(session.draft_logits(hidden), hidden @ head.T, atol=1e-5).item()
-    steps = list(decode(session, [1, 2], strategy=Greedy(), policy=FixedWidth(4), max_tokens=20, eos_ids=set()))
-    assert [token for step in steps for token in step.tokens] == plain_tokens(target, [1, 2], 20)
+    assert drafted_tokens(target, drafter, [1, 2], 20, FixedWidth(4)) == plain_tokens(target, [1, 2], 20)
 
 
 def test_over_the_whole_vocabulary_the_head_is_the_targets(tmp_path):
@@ -249,9 +248,7 @@ def test_a_quantized_dflash_2_drafter(tmp_path):
     expanded = load_drafter(tmp_path / "small", dtype=mx.float32, keep_quantized=False)
     assert mx.allclose(expanded(block, expanded.make_cache()), found, atol=1e-4).item()
     target = tiny_target("llama", vocab_size=VOCAB, num_hidden_layers=9)
-    session = Session(target, drafter)
-    steps = list(decode(session, [1, 2], strategy=Greedy(), policy=FixedWidth(4), max_tokens=15, eos_ids=set()))
-    assert [token for step in steps for token in step.tokens] == plain_tokens(target, [1, 2], 15)
+    assert drafted_tokens(target, drafter, [1, 2], 15, FixedWidth(4)) == plain_tokens(target, [1, 2], 15)
 
 
 def test_a_quantized_reduced_vocabulary_keeps_its_tokens(tmp_path):

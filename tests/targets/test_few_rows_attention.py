@@ -5,11 +5,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 from targets.cuda_on_cpu import CudaKernel, needs_compiler
-from tiny import FAMILIES, plain_tokens, tiny_drafter, tiny_target
+from tiny import FAMILIES, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
-from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import decode
-from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import FixedWidth
 from dflash_mlx.targets import few_rows_attention
 from dflash_mlx.targets.few_rows_attention import MOST_KEYS, MOST_ROWS, attend, attention_layers, fits, set_attention
@@ -111,15 +108,7 @@ def test_answers_stay_the_same(family, places, launched):
     expected = plain_tokens(target, prompt, 6)
     layers = attention_layers(target.model) + attention_layers(drafter)
     set_attention(layers, kernel=True)
-    steps = decode(
-        Session(target, drafter),
-        prompt,
-        strategy=Greedy(),
-        policy=FixedWidth(4, places=places),
-        max_tokens=6,
-        eos_ids=set(),
-    )
-    assert [token for step in steps for token in step.tokens] == expected
+    assert drafted_tokens(target, drafter, prompt, 6, FixedWidth(4, places=places)) == expected
     assert (1, 4, 5, 16) in {tuple(shape) for shape in launched}
 
 

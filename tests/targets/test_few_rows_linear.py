@@ -3,11 +3,8 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from tiny import FAMILIES, SECOND, plain_tokens, tiny_drafter, tiny_target
+from tiny import FAMILIES, SECOND, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
-from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import decode
-from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.width import FixedWidth
 from dflash_mlx.targets import few_rows_linear
 from dflash_mlx.targets.few_rows_linear import FewRowsLinear, fitting_layers, set_few_rows
@@ -112,8 +109,5 @@ def test_answers_stay_the_same(family, second, used):
     prompt = [5, 6, 7]
     expected = plain_tokens(target, prompt, 30)
     set_few_rows(fitting_layers(target.model) + fitting_layers(drafter), 64)
-    steps = decode(
-        Session(target, drafter), prompt, strategy=Greedy(), policy=FixedWidth(4), max_tokens=30, eos_ids=set()
-    )
-    assert [token for step in steps for token in step.tokens] == expected
+    assert drafted_tokens(target, drafter, prompt, 30, FixedWidth(4)) == expected
     assert 5 in used
