@@ -5,14 +5,17 @@ and then both models run on a few tokens; anything off is a PairError that says 
 """
 
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from dflash_mlx.decoding.batch import open_caches
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.errors import PairError
-from dflash_mlx.targets.rounding import TOLERANCE, relative_difference
+from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.targets.target import Target
 
 _BLOCK = 4
@@ -90,16 +93,20 @@ def _check_blocks(
 ) -> list[str]:
     """A block gives what token by token gives, a trimmed cache forgets, and drafts are finite."""
     session = Session(target, drafter)
-    _, features = session.forward(prompt)
-    session.keep(range(prompt.shape[1]), fed=prompt.shape[1])
-    session.absorb_pending(features)
-    together, _ = session.forward(block, revocable=True)
+    session.feed(prompt[0].tolist())
+    length = prompt.shape[1]
+    caches, at = open_caches(session), mx.array([length])
+
+    def forward(tokens: mx.array, layers: list[Any]) -> tuple[mx.array, None]:
+        return target.forward(tokens, layers), None
+
+    together, _ = caches.feed(forward, block, at=at, room=length + _BLOCK)
     mx.eval(together)
-    session.keep([0], fed=_BLOCK)
+    caches.commit(_BLOCK, [1])
     alone = [together[:, :1]]
     for i in range(1, _BLOCK):
-        logits, _ = session.forward(block[:, i : i + 1])
-        session.keep([0], fed=1)
+        logits, _ = caches.feed(forward, block[:, i : i + 1], at=at + i, room=length + _BLOCK)
+        caches.commit(1, [1])
         mx.eval(logits)
         alone.append(logits)
     stepwise = mx.concatenate(alone, axis=1)
@@ -111,9 +118,8 @@ def _check_blocks(
         tolerance,
     )
 
-    masks = mx.full((1, _BLOCK), drafter.config.mask_token_id)
-    hidden = drafter(drafter.embed_block(masks, target.embed), session.draft_cache)
-    drafted = session.draft_logits(hidden[0])
+    state = DFlashState(drafter, target, session.draft_cache, length)
+    drafted = state.draft(block[:, 0], at, _BLOCK - 1, room=length + _BLOCK).logits
     if not mx.all(mx.isfinite(drafted)).item():
         raise PairError("the drafter's logits are not finite; try another --dtype, float32 for instance.")
     return ["a block forward equals token by token, and rejected tokens leave the cache", "drafts are finite"]

@@ -10,13 +10,15 @@ import mlx.core as mx
 
 from dflash_mlx.decoding.accept import choose_strategy
 from dflash_mlx.decoding.constraint import Constraint
-from dflash_mlx.decoding.engine import FinishReason, Step, decode, prefill_chunks
+from dflash_mlx.decoding.engine import decode, prefill_chunks
+from dflash_mlx.decoding.lane import FinishReason, Step
 from dflash_mlx.decoding.logprobs import TokenLogprob
+from dflash_mlx.decoding.policies import WidthPolicy
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.decoding.stats import Acceptance
-from dflash_mlx.decoding.width import FixedWidth, WidthPolicy
 from dflash_mlx.errors import PromptError, UsageError
 from dflash_mlx.pair import ModelPair
+from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.wired import wired
 

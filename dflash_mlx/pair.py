@@ -11,11 +11,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
 from dflash_mlx.checks import check_pair, check_shapes
-from dflash_mlx.decoding.costs import load_or_measure
+from dflash_mlx.decoding.engine import can_branch
+from dflash_mlx.decoding.policies import WidthPolicy
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import wide_sizes
-from dflash_mlx.decoding.trees_or_chains import Experience, PairCosts, choose_policy
-from dflash_mlx.decoding.width import FixedWidth, WidthPolicy
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.config import parse_draft_config
 from dflash_mlx.drafters.dflash import DFlashDrafter
@@ -24,7 +23,10 @@ from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.registry import ModelSource, find_pair, parse_source
 from dflash_mlx.hub.resolve import pair_for_target
-from dflash_mlx.targets.few_rows import use_where_faster
+from dflash_mlx.kernels.few_rows import use_where_faster
+from dflash_mlx.policy.costs import load_or_measure
+from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, choose_policy
+from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target, load_target
 
 Report = Callable[[str, float | None], None]
@@ -80,7 +82,7 @@ class ModelPair:
             widest = max(wide_sizes(places)) if tree else places
             if not 0 <= width <= widest:
                 raise UsageError(f"width should be from 0 to {widest} for this drafter; got {width}.")
-            if tree and not self.new_session().can_branch():
+            if tree and not (self.drafter is not None and can_branch(self.target, self.drafter)):
                 raise UsageError("this pair's drafts cannot be a tree; leave `tree` out.")
             return FixedWidth(width, places=places if tree else 0)
         return choose_policy(self.round_costs(), self.block_size - 1, self._experience)

@@ -19,7 +19,7 @@ from dflash_mlx.decoding import engine
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session, common_prefix
-from dflash_mlx.decoding.width import FixedWidth
+from dflash_mlx.policy.width import FixedWidth
 
 CHUNK, WIDTH = 16, 5
 RUN = {"strategy": Greedy(), "eos_ids": set()}
@@ -57,7 +57,6 @@ def tokens_of(steps):
 
 def check_drafters_context(session):
     """The drafter's cache holds what it would hold had only the kept tokens ever been fed."""
-    session.absorb_pending()
     fresh = Session(session.target, session.drafter)
     engine.prefill(fresh, session.tokens)
     for found, expected in zip(session.draft_cache, fresh.draft_cache, strict=True):

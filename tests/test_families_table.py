@@ -10,8 +10,8 @@ import pytest
 import test_families
 from tiny_families import FAMILY_CONFIGS, OWN_EMBEDDINGS, WINDOW, family_target, unavailable
 
-from dflash_mlx.targets.rollback import ReplayRollback, choose_rollback
-from dflash_mlx.targets.trimming import is_trimmed, leaves
+from dflash_mlx.caches.rollback import ReplayRollback, choose_rollback
+from dflash_mlx.caches.trimming import is_trimmed, leaves
 
 DOCUMENT = Path(__file__).parents[1] / "docs/families.md"
 BEGIN, END = "<!-- table: written by tests/test_families_table.py -->", "<!-- end of table -->"

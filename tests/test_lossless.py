@@ -17,7 +17,7 @@ from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import BRANCHES, Candidates, DraftTree, grow
-from dflash_mlx.decoding.width import FixedWidth
+from dflash_mlx.policy.width import FixedWidth
 
 CASES_PER_FAMILY = 110
 
@@ -79,11 +79,8 @@ def check_session(session, prompt, tokens):
     history = prompt + tokens
     assert session.tokens == history[: len(session.tokens)]
     assert len(session.tokens) >= len(history) - 1 or not tokens
-    assert session.in_flight == 0
-    assert all(c.offset == len(session.tokens) for c in session.target_cache)
-    if session.drafter is not None:
-        waiting = sum(p.shape[1] for p in session.pending)
-        assert all(c.offset + waiting == len(session.tokens) for c in session.draft_cache)
+    assert session.away is None
+    assert all(c.offset == len(session.tokens) for c in [*session.target_cache, *session.draft_cache])
 
 
 @pytest.mark.parametrize("part", range(5))

@@ -8,10 +8,11 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 
+from dflash_mlx.caches.rows import Rows
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.width import FixedWidth
+from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.drafters.checkpoint import make_drafter
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter
@@ -78,17 +79,20 @@ class ScriptedDrafter(DFlashDrafter):
         _randomize(self, 5)
         self._script, self._wrong = [script], [wrong]
 
-    def __call__(self, block: mx.array, cache: Any, *, context_length: int | mx.array | None = None) -> mx.array:
-        self._anchor = [cache[0].offset if context_length is None else int(mx.array(context_length).item())]
-        return super().__call__(block, cache, context_length=context_length)
+    def __call__(self, block: mx.array, rows: Rows) -> mx.array:
+        self._anchors = [rows.lengths.value.tolist()]
+        return super().__call__(block, rows)
 
     def adjust_logits(self, logits: mx.array) -> mx.array:
-        anchor = self._anchor[0]
+        """logits: (B, W, n), of places after the anchors of the last block."""
+        return mx.stack([self._scripted(anchor, logits.shape[1:]) for anchor in self._anchors[0]])
+
+    def _scripted(self, anchor: int, shape: tuple[int, ...]) -> mx.array:
         rows = []
-        for i in range(logits.shape[0]):
+        for i in range(shape[0]):
             token = self._script[0].get(anchor + 1 + i, 0)
             first = (token + 1) % VOCAB if anchor + 1 + i in self._wrong[0] else token
-            ids = mx.arange(logits.shape[-1])
+            ids = mx.arange(shape[1])
             rows.append(mx.maximum((ids == token) * 99.5, (ids == first) * 100.0))
         return mx.stack(rows)
 

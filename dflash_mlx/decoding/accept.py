@@ -12,126 +12,86 @@ Three strategies, all lossless:
 
 A tree of drafts is judged by the target's own token at each of its rows, greedy or coupled (`for_trees`).
 
-Everything stays on the device; the host reads one small array a round (`Outcome.read`).
+A strategy belongs to one answer. Everything stays on the device; the host reads one small array a round
+(`Outcome.read`).
 """
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.decoding.logprobs import TokenLogprob, pack_logprobs, unpack_logprobs
-from dflash_mlx.decoding.tree import Candidates, DraftTree, Ranking, walk
+from dflash_mlx.decoding.tree import DraftTree, walk
+from dflash_mlx.drafters.contract import DraftVocabulary, Proposal
 from dflash_mlx.sampling import SamplingParams, sampling_scores
-
-
-@dataclass
-class DraftVocabulary:
-    """The tokens a drafter may draft, out of a vocabulary of `size`: token_ids (n,), in the order of its logits."""
-
-    token_ids: mx.array
-    size: int
-
-    def widen(self, values: mx.array, *, elsewhere: float) -> mx.array:
-        """(W, n) -> (W, size), float32, with the value `elsewhere` for the tokens that are never drafted."""
-        full = mx.full((values.shape[0], self.size), elsewhere, dtype=mx.float32)
-        columns = mx.broadcast_to(self.token_ids, values.shape)
-        return mx.put_along_axis(full, columns, values.astype(mx.float32), axis=-1)
-
-
-@dataclass
-class Proposal:
-    """A drafted continuation of the anchor.
-
-    tokens: (W,) drafted ids; probs: (W, V) float32 distributions they were drawn from, for `Rejection`; logits: the
-    drafter's, (W, V) or (W, n) when it has a vocabulary of its own.
-    """
-
-    tokens: mx.array
-    logits: mx.array
-    probs: mx.array | None = None
-
-    @property
-    def width(self) -> int:
-        return int(self.tokens.shape[0])
-
-    def shortened(self, width: int) -> "Proposal":
-        """The first `width` drafts."""
-        if width >= self.width:
-            return self
-        return Proposal(self.tokens[:width], self.logits[:width], None if self.probs is None else self.probs[:width])
 
 
 @dataclass
 class Outcome:
     """What the target made of drafts of which at most D can be kept: all W of a chain, or a tree's longest path.
 
-    num_accepted: () int, drafts kept. tokens: (D + 1,): the kept drafts, then at index `num_accepted` the target's
-    own token; what lies behind it is meaningless. path: (D + 1,), the rows of a tree gone through; None for a chain,
-    which goes through its rows in order.
+    Of one answer, or with a first axis (B,) of several. num_accepted: () int, drafts kept. tokens: (D + 1,): the kept
+    drafts, then at index `num_accepted` the target's own token; what comes after it is meaningless. path: (D + 1,), the
+    rows of a tree gone through; None for a chain, which goes through its rows in order.
     """
 
     num_accepted: mx.array
     tokens: mx.array
     path: mx.array | None = None
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def packed(self) -> mx.array:
+        """All of it as one array of uint32, so that the host reads once."""
+        if self.path is None and self.tokens.shape[-1] == 1:
+            return self.tokens.astype(mx.uint32)
         path = [] if self.path is None else [self.path.astype(mx.uint32)]
-        count = self.num_accepted.reshape(1).astype(mx.uint32)
-        self.packed = mx.concatenate([count, self.tokens.astype(mx.uint32), *path])
+        count = self.num_accepted[..., None].astype(mx.uint32)
+        return mx.concatenate([count, self.tokens.astype(mx.uint32), *path], axis=-1)
+
+    @property
+    def depth(self) -> int:
+        """The most drafts that could be kept."""
+        return int(self.tokens.shape[-1]) - 1
 
     @property
     def next_anchor(self) -> mx.array:
-        """The target's own token, (1,), still on the device."""
-        return mx.take(self.tokens, self.num_accepted.reshape(1), axis=0)
+        """The target's own token, (1,) or (B, 1), still on the device."""
+        return mx.take_along_axis(self.tokens, self.num_accepted[..., None], axis=-1)
 
-    def report_logprobs(self, rows: mx.array, count: int) -> None:
-        """Have `read` bring log-probabilities, of the target's logits (D + 1, V), with `count` alternatives each."""
-        self.packed = mx.concatenate([self.packed, pack_logprobs(rows, self.tokens, count)])
+    @classmethod
+    def stack(cls, outcomes: Sequence["Outcome"], depth: int) -> "Outcome":
+        """One outcome of several answers, of which at most `depth` drafts each can be kept. Trees come alone."""
+        if len(outcomes) == 1:
+            [one] = outcomes
+            return cls(one.num_accepted[None], one.tokens[None], None if one.path is None else one.path[None])
+        tokens = [mx.pad(o.tokens, (0, depth - o.depth)) if o.depth < depth else o.tokens for o in outcomes]
+        return cls(mx.stack([o.num_accepted for o in outcomes]), mx.stack(tokens))
 
-    def read(self, ranking: Ranking | None = None, drafts: mx.array | None = None) -> "Reading":
-        """Wait for the device. One read, whatever is asked: `ranking` and `drafts` of the next proposal, too.
-
-        With nothing else asked, nothing new is launched: it would wait for the next round, queued before it.
-        """
-        parts = [self.packed]
-        if ranking is not None:
-            parts.append(ranking.packed)
-        if drafts is not None:
-            parts.append(drafts.astype(mx.uint32))
-        values = np.array(parts[0] if len(parts) == 1 else mx.concatenate(parts))
-        ends = np.cumsum([self.packed.shape[0], ranking.packed.shape[0] if ranking is not None else 0])
-        own, ranked, drafted = np.split(values, ends)
-        rows = self.tokens.shape[0]
-        kept = int(own[0]) + 1
-        path = own[1 + rows : 1 + 2 * rows] if self.path is not None else np.arange(rows)
-        reported = own[1 + rows * (1 if self.path is None else 2) :].tolist()
-        return Reading(
-            int(own[0]),
-            own[1 : 1 + kept].tolist(),
-            path[:kept].tolist(),
-            ranking.read(ranked) if ranking is not None else None,
-            drafted.tolist(),
-            unpack_logprobs(reported, rows)[:kept] if reported else [],
-        )
+    def read(self) -> list["Reading"]:
+        """Wait for the device, and learn what each answer gained."""
+        values = np.array(self.packed)
+        if self.path is None and self.depth == 0:
+            return [Reading(0, row.tolist(), [0]) for row in values]
+        rows = self.depth + 1
+        readings = []
+        for own in values:
+            kept = int(own[0]) + 1
+            path = own[1 + rows :] if self.path is not None else np.arange(rows)
+            readings.append(Reading(int(own[0]), own[1 : 1 + kept].tolist(), path[:kept].tolist()))
+        return readings
 
 
 class Reading(NamedTuple):
-    """What the host learns of a round.
-
-    The drafts kept, the num_accepted + 1 tokens gained, the rows they were found at, and what else was asked for: the
-    candidates for the next drafts, those drafts, and the gained tokens' log-probabilities.
-    """
+    """What the host learns of an answer's round: the drafts kept, the num_accepted + 1 tokens gained, and the rows they
+    were found at."""
 
     num_accepted: int
     tokens: list[int]
     path: list[int]
-    candidates: Candidates | None
-    drafts: list[int]
-    logprobs: list[TokenLogprob]
 
 
 class Strategy(Protocol):
@@ -162,7 +122,7 @@ class Greedy:
         return Proposal(best if vocabulary is None else vocabulary.token_ids[best], logits)
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
-        return match(proposal, mx.argmax(logits, axis=-1))
+        return match(proposal.tokens if proposal else None, mx.argmax(logits, axis=-1))
 
     def preferences(
         self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
@@ -187,7 +147,7 @@ class Coupled:
         return Proposal(best if vocabulary is None else vocabulary.token_ids[best], logits)
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
-        return match(proposal, self.choose(logits, position, range(logits.shape[0])))
+        return match(proposal.tokens if proposal else None, self.choose(logits, position, range(logits.shape[0])))
 
     def preferences(
         self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
@@ -251,16 +211,16 @@ def for_trees(strategy: Strategy) -> TreeStrategy:
     return cast("TreeStrategy", strategy)
 
 
-def match(proposal: Proposal | None, choices: mx.array) -> Outcome:
-    """Keep drafts while they equal the target's choices, (W + 1,)."""
-    if proposal is None:
-        return Outcome(mx.array(0), choices)
-    agrees = (proposal.tokens == choices[:-1]).astype(mx.int32)
-    return Outcome(mx.cumprod(agrees).sum(), choices)
+def match(drafts: mx.array | None, choices: mx.array) -> Outcome:
+    """Keep drafts (..., W) while they equal the target's choices, (..., W + 1)."""
+    if drafts is None:
+        return Outcome(mx.zeros(choices.shape[:-1], dtype=mx.int32), choices)
+    agrees = (drafts == choices[..., :-1]).astype(mx.int32)
+    return Outcome(mx.cumprod(agrees, axis=-1).sum(axis=-1), choices)
 
 
 def judge(strategy: TreeStrategy, tree: DraftTree, logits: mx.array, position: int | mx.array) -> Outcome:
-    """Follow the target's own tokens through a tree, by its logits (N + 1, V); `position` is right behind the anchor.
+    """Follow the target's own tokens through a tree, by its logits (N + 1, V); `position` is right after the anchor.
 
     Every token is the target's own choice or draw, so this is lossless whatever the tree holds.
     """

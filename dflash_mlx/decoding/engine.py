@@ -1,78 +1,362 @@
-"""The decode loop: prefill, then rounds of draft, verify, accept, commit. Token ids only.
+"""The decode loop: rounds of propose, verify, accept and commit, for one answer or many at once. Token ids only.
 
-A round feeds the anchor (newest token, not yet in the target's cache) and W drafts to the target; W may be 0, which
-is plain decoding. The drafts are a chain or, where target and policy allow, a tree (tree.py). While a round runs, what
-can be is already queued behind it: the next draft at least, since the accepted count need not leave the device for
-that. Where the policy wants a chain whatever the draft says, the next verification too, if the lengths of the caches
-stay on the device (targets/device_cache.py). So the device waits for Python as little as it can, and the host reads
-once a round.
+A round feeds each lane's anchor (newest token, not yet in the target's cache) and W drafts to the target in one pass; W
+may be 0, which is plain decoding. What a round keeps is decided on the device, lane by lane, and the host reads it once
+a round. Until then it launches what does not depend on that reading: the next draft at least, and where nothing needs
+the host (`_may_launch_ahead`) the whole next round, so that the device waits for Python as little as it can.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Literal
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from dflash_mlx.decoding.accept import Outcome, Proposal, Strategy, for_trees, judge
-from dflash_mlx.decoding.constraint import Bits, Guide, limit, mask_rows
-from dflash_mlx.decoding.logprobs import TokenLogprob
+from dflash_mlx.caches.target_caches import BatchCaches
+from dflash_mlx.decoding.accept import Reading, Strategy, for_trees
+from dflash_mlx.decoding.batch import Batch
+from dflash_mlx.decoding.constraint import Bits, Guide, limit
+from dflash_mlx.decoding.lane import Lane, Step
+from dflash_mlx.decoding.policies import GroupPolicy, RoundReport, WidthPolicy
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.tree import BRANCHES, DraftTree, Ranking, rank
-from dflash_mlx.decoding.width import WidthPolicy
+from dflash_mlx.decoding.steps import Drafts, Verdict, accept, candidates_of, consider, propose
+from dflash_mlx.decoding.tree import DraftTree
+from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.sampling import LogitsProcessor
+from dflash_mlx.targets.target import Target
 
-FinishReason = Literal["stop", "length"]
 PREFILL_STEP = 2048
-# Penalties look back at most this far (mlx-lm's default is 20 tokens).
-_HISTORY = 64
-# While drafting pauses, features wait for the drafter in batches of this many tokens.
-_MAX_PENDING = 64
-
-
-@dataclass
-class Step:
-    """What a round added to the answer: `tokens` (at least one); `num_accepted` of its `width` drafts stayed.
-
-    `depth` is the most that could have stayed: all of a chain, a tree's longest path.
-    """
-
-    tokens: list[int]
-    width: int
-    depth: int
-    num_accepted: int
-    finish_reason: FinishReason | None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+# What a lane gained in a round, or what went wrong with it alone.
+Result = tuple[Lane, Step | Exception]
 
 
 @dataclass
 class Round:
-    """A launched verify forward: `fed` rows from position `base` on, its outcome still on the device.
+    """A launched round: the lanes of its rows, the positions `at` (B,) of their anchors, the verdict on its drafts.
 
-    features: (1, L, taps * D), of the rows that may be kept, in the order in which they would be.
+    drafted: places that were drafted for it. absorbed: the drafter has its features.
     """
 
-    base: int | mx.array
-    outcome: Outcome
-    features: mx.array | None
+    lanes: list[Lane | None]
+    at: mx.array
+    verdict: Verdict
     width: int
-    drafted: int = 0
+    drafted: int
+    is_tree: bool
     absorbed: bool = False
 
     @property
     def fed(self) -> int:
         return self.width + 1
 
-    @property
-    def depth(self) -> int:
-        return int(self.outcome.tokens.shape[0]) - 1
 
-    @cached_property
-    def end(self) -> int | mx.array:
-        """Positions the target holds once the round is committed; what it kept of the drafts need not be known yet."""
-        return self.base + 1 + self.outcome.num_accepted if self.width else self.base + 1
+@dataclass
+class Plan:
+    """What is settled of the next round before the last one is read: its drafts, or all of it, `launched`.
+
+    With neither it is a plain round that has to wait.
+    """
+
+    drafts: Drafts | None = None
+    launched: Round | None = None
+
+
+class Engine:
+    """Answers made together; `policy` chooses the width for several lanes, a single lane has a policy of its own."""
+
+    def __init__(self, target: Target, drafter: DFlashDrafter | None, *, policy: GroupPolicy | None = None) -> None:
+        self.target, self.policy = target, policy
+        self._batch = Batch(target, drafter)
+        self._joining: list[Lane] = []
+        self._round: Round | None = None
+        self._left_at = self._read_at = time.perf_counter()
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Those whose answers are not finished."""
+        return [*self._batch.lanes, *self._joining]
+
+    def join(self, lane: Lane) -> None:
+        """Let a lane take part from the next round on. Its session's caches come here."""
+        assert lane.session.away is None
+        assert self.target.takes_rows() or not self.lanes, "this target's answers are made one at a time"
+        lane.session.away = self
+        if self._may_branch(lane):
+            lane.strategy = for_trees(lane.strategy)
+        self._joining.append(lane)
+
+    def leave(self, lane: Lane) -> None:
+        """End a lane's answer, at any time: its session has its caches back, with what was committed."""
+        if lane.session.away is not self:
+            return
+        if lane in self._joining:
+            self._joining.remove(lane)
+        else:
+            self._batch.give_back(self._batch.row_of(lane))
+            if not self._batch.rows:
+                self._round = None
+        lane.session.away = None
+
+    def advance(self) -> list[Result]:
+        """A round of every lane: launch what can be, wait for the round on its way, and say what each lane gained.
+
+        After an error of the models nothing of the lanes is left: their sessions are empty.
+        """
+        with self._whole_or_reset():
+            if self._round is None:
+                self._round = self._launch_next(None)
+            if self._round is None:
+                return []
+            idle = time.perf_counter() - self._left_at
+            current, plan = self._round, self._prepare(self._round)
+            results = self._settle(current, plan, idle)
+            # The device works while the caller looks at the results.
+            launched = plan.launched if plan is not None and self._batch.rows else None
+            self._round = launched or self._launch_next(plan)
+            self._left_at = time.perf_counter()
+            return results
+
+    # Before the round on its way is read.
+
+    def _prepare(self, current: Round) -> Plan | None:
+        """Draft for the round after `current`, and launch it if nothing of it waits for the host.
+
+        None where the rows are about to change.
+        """
+        batch = self._batch
+        if self._joining or None in batch.rows:
+            return None
+        # The round on its way yields one token at least, and the next one its own.
+        wanted = max(lane.remaining for lane in batch.lanes)
+        places = self._places(wanted - 2)
+        if places == 0:
+            ahead = wanted > 1 and self._may_launch_ahead(current, drafting=False)
+            return Plan(launched=self._launch(None, ahead=True) if ahead else None)
+        self._absorb(current)
+        drafts = self._draft(places)
+        if drafts.ranking is None and self._may_launch_ahead(current, drafting=True):
+            return Plan(launched=self._launch(drafts, ahead=True))
+        mx.async_eval(drafts.arrays)
+        return Plan(drafts)
+
+    def _places(self, most: int) -> int:
+        """How many places to draft, as the policy wants."""
+        batch = self._batch
+        if batch.state is None or most <= 0:
+            return 0
+        return min(most, self._lone.policy.next_width() if self._lone else self._shared.next_width(len(batch.rows)))
+
+    def _may_launch_ahead(self, current: Round, *, drafting: bool) -> bool:
+        """Whether the round after `current` can be launched before that is read: nothing of it depends on the host."""
+        lanes = self._batch.lanes
+        if any(lane.guide is not None for lane in lanes):
+            return False
+        if current.width == 0 and not drafting:
+            return True
+        processed = any(lane.processors for lane in lanes)
+        return not (processed or current.is_tree or self._batch.commits_on_host)
+
+    def _draft(self, places: int) -> Drafts:
+        """Draft for all lanes. What the last round keeps, and so where the drafts begin, only the device may know."""
+        batch = self._batch
+        assert batch.state is not None
+        room = max(batch.bounds) + 1 + places
+        drafts = propose(batch.rows, batch.state, places, anchors=batch.anchors, at=batch.at, room=room)
+        policy = self._lone.policy if self._lone else self._shared
+        if policy.reads_confidence:
+            drafts.ranking = consider(batch.rows, batch.state, drafts, batch.at, branches=self._branches)
+        return drafts
+
+    def _absorb(self, current: Round) -> None:
+        """Hand a round's features to the drafter, all of them: what is rejected is masked, and then written over."""
+        batch, features = self._batch, current.verdict.features
+        if batch.state is not None and features is not None and not current.absorbed:
+            current.absorbed = True
+            batch.state.extend(features, current.at, room=max(batch.bounds), all_kept=current.width == 0)
+
+    # Reading it.
+
+    def _settle(self, current: Round, plan: Plan | None, idle: float) -> list[Result]:
+        """Wait for a round, commit what it kept, let finished lanes leave, and tell the policy."""
+        batch = self._batch
+        mx.eval(current.verdict.arrays, plan.drafts.arrays if plan is not None and plan.drafts is not None else [])
+        results: list[Result] = []
+        finished: list[Lane] = []
+        kept = [current.fed] * len(current.lanes)
+        report = []
+        for row, (lane, reading) in enumerate(zip(current.lanes, current.verdict.outcome.read(), strict=True)):
+            if lane is None or batch.rows[row] is not lane:
+                continue
+            result, kept[row] = self._take(lane, reading, current, row)
+            results.append((lane, result))
+            report.append((lane, min(reading.num_accepted, kept[row]), reading.path))
+            if isinstance(result, Exception) or result.finish_reason is not None:
+                finished.append(lane)
+        assert batch.caches is not None
+        batch.caches.commit(current.fed, kept, path=report[0][2][: kept[0]] if current.is_tree and report else None)
+        self._absorb(current)
+        for lane in finished:
+            self.leave(lane)
+        self._observe(current, report, idle)
+        return results
+
+    def _take(self, lane: Lane, reading: Reading, current: Round, row: int) -> tuple[Step | Exception, int]:
+        """What a round brought to a lane, and how many of its rows stay."""
+        tokens, finish_reason = lane.take(reading.tokens)
+        step = Step(
+            tokens,
+            current.width,
+            current.verdict.outcome.depth,
+            min(reading.num_accepted, len(tokens)),
+            finish_reason,
+            current.verdict.read_logprobs(row)[: len(tokens)],
+        )
+        if lane.guide is not None and finish_reason is None:
+            try:
+                lane.guide.advance(tokens)
+            except Exception as error:  # the others go on
+                return error, len(tokens)
+        return step, len(tokens)
+
+    def _observe(self, current: Round, kept: Sequence[tuple[Lane, int, Sequence[int]]], idle: float) -> None:
+        """Tell the policy what the round brought, and its time, unless the caller was long in between."""
+        now = time.perf_counter()
+        spent, self._read_at = now - self._read_at, now
+        seconds = spent if idle < 0.5 * spent else None
+        if len(current.lanes) > 1:
+            self._shared.observe(RoundReport(len(current.lanes), current.drafted, current.width, kept, seconds))
+            return
+        for lane, num_accepted, path in kept:
+            lane.policy.observe(
+                drafted=current.drafted, width=current.width, num_accepted=num_accepted, path=path, seconds=seconds
+            )
+
+    # Launching the next one.
+
+    def _launch_next(self, plan: Plan | None) -> Round | None:
+        """Launch a round of the lanes that go on and those that join, of the drafts that are worth their time."""
+        batch, joining = self._batch, self._joining
+        self._joining = []
+        was_empty = not batch.rows
+        stay = batch.arrange(joining)
+        if not batch.rows:
+            return None
+        if was_empty:
+            self._read_at = time.perf_counter()
+        if plan is not None and not joining:
+            return self._launch(None) if plan.drafts is None else self._launch_chosen(plan.drafts.take(stay))
+        if was_empty and len(batch.rows) == 1:
+            # A lone answer's first token comes soonest from a plain round.
+            return self._launch(None)
+        places = self._places(max(lane.remaining for lane in batch.lanes) - 1)
+        return self._launch_chosen(self._draft(places)) if places else self._launch(None)
+
+    def _launch_chosen(self, drafts: Drafts) -> Round:
+        """Launch the round with those of the drafts that the policy chooses and the lanes' guides allow."""
+        places, batch = drafts.width, self._batch
+        wanted = max(lane.remaining for lane in batch.lanes) - 1
+        chosen = drafts.shortened(wanted)
+        if drafts.ranking is not None:
+            candidates = [c.shortened(wanted) for c in candidates_of(drafts.ranking, len(batch.rows))]
+            if self._lone is None:
+                chosen = drafts.shortened(min(wanted, self._shared.choose(candidates)))
+            else:
+                tree = self._lone.policy.choose(candidates[0])
+                if self._branches:
+                    return self._launch(tree if tree.size else None, drafted=places)
+                chosen = drafts.shortened(tree.size)
+        return self._launch(chosen, drafted=places)
+
+    def _launch(self, drafts: Drafts | DraftTree | None, *, drafted: int | None = None, ahead: bool = False) -> Round:
+        """Launch the target over the anchors and the drafts, and the judgement of them.
+
+        ahead: the last round is not read yet, so each lane's newest token is known to the device alone.
+        """
+        batch = self._batch
+        drafts, bits = (drafts, {}) if isinstance(drafts, DraftTree) else self._limited(drafts)
+        width = 0 if drafts is None else drafts.size if isinstance(drafts, DraftTree) else drafts.width
+        at, rows = batch.at, list(batch.rows)
+        histories = {
+            row: lane.history_after(batch.anchors[row : row + 1]) if ahead else lane.history
+            for row, lane in enumerate(rows)
+            if lane is not None and lane.history is not None
+        }
+        logits, features = batch.forward(drafts)
+        verdict = accept(rows, drafts, logits, features, at=at, histories=histories, bits=bits)
+        batch.move_on(verdict)
+        mx.async_eval(verdict.arrays, [verdict.features] if verdict.features is not None else [])
+        return Round(rows, at, verdict, width, width if drafted is None else drafted, isinstance(drafts, DraftTree))
+
+    def _limited(self, drafts: Drafts | None) -> tuple[Drafts | None, dict[int, Bits]]:
+        """Drafts cut where a lane's guide does not allow them, and which tokens it allows."""
+        guides = {row: lane.guide for row, lane in enumerate(self._batch.rows) if lane is not None and lane.guide}
+        if not guides:
+            return drafts, {}
+        if drafts is None:
+            return None, {row: guide.allowed([])[1] for row, guide in guides.items()}
+        bits: dict[int, Bits] = {}
+        tokens = np.array(drafts.tokens).tolist()
+        for row, guide in guides.items():
+            proposal, bits[row] = limit(guide, drafts.of(row), tokens[row])
+            drafts.limits[row] = proposal.width if proposal is not None else 0
+        return drafts.narrowed(), bits
+
+    # Who decides.
+
+    @property
+    def _lone(self) -> Lane | None:
+        """The lane, if there is one row only."""
+        return self._batch.rows[0] if len(self._batch.rows) == 1 else None
+
+    @property
+    def _shared(self) -> GroupPolicy:
+        assert self.policy is not None, "several lanes need a policy of their own"
+        return self.policy
+
+    @property
+    def _branches(self) -> bool:
+        """Whether the next round's drafts may be a tree: a single lane's only, since a tree has many rows."""
+        return self._lone is not None and self._may_branch(self._lone)
+
+    def _may_branch(self, lane: Lane) -> bool:
+        """Whether rounds of this lane may be trees, if it is alone: both models take them, and the lane as well."""
+        drafter = self._batch.drafter
+        if not lane.policy.branches or drafter is None or lane.processors or lane.guide is not None:
+            return False
+        return can_branch(self.target, drafter)
+
+    # What sessions ask of where their caches are (`session.Away`).
+
+    def bring_home(self, session: Session) -> None:
+        self.leave(next(lane for lane in self.lanes if lane.session is session))
+
+    def layers_of(self, session: Session) -> tuple[int, list[Any], list[Any]]:
+        batch = self._batch
+        row = next((i for i, lane in enumerate(batch.rows) if lane is not None and lane.session is session), None)
+        if row is None or not isinstance(batch.caches, BatchCaches):
+            return 0, session.target_cache, list(session.draft_cache)
+        return row, batch.caches.rows.layers, batch.state.layers() if batch.state is not None else []
+
+    @contextmanager
+    def _whole_or_reset(self) -> Iterator[None]:
+        """Forget everything if a change to the caches fails in some layer, after others have made it."""
+        try:
+            yield
+        except BaseException:
+            lanes = self.lanes
+            self._batch.clear()
+            self._round, self._joining = None, []
+            for lane in lanes:
+                lane.session.reset()
+            raise
+
+
+def can_branch(target: Target, drafter: DFlashDrafter) -> bool:
+    """Whether rounds may be trees of drafts."""
+    return drafter.supports_trees and target.takes_rows() and target.takes_trees()
 
 
 def decode(
@@ -88,98 +372,35 @@ def decode(
     top_logprobs: int | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Generator[Step, None, None]:
-    """Continue `prompt`, of which the session may already hold a prefix.
+    """Continue `prompt`, of which the session may already hold a prefix: an engine with a single lane.
 
     Yields a Step a round; the last one has a finish_reason and ends with an end-of-sequence token or at
     `max_tokens`. What was yielded is committed, so a consumer may stop after any step and use the session
-    again. `guide` says which tokens may come; `top_logprobs`, how many alternatives to report with the log-probability
-    of each token (None: report nothing). `on_prefill(done, total)` is called after each prefill chunk; it may raise to
-    cancel.
+    again. `on_prefill(done, total)` is called after each prefill chunk; it may raise to cancel.
     """
     session.settle()
-    session.turn += 1
-    turn = session.turn
-    branches = policy.branches and not processors and guide is None and session.can_branch()
-    if branches:
-        strategy = for_trees(strategy)
-    launch = partial(verify, session, strategy=strategy, processors=processors, top_logprobs=top_logprobs)
+    prefill(session, prompt[:-1], on_prefill)
+    lane = Lane(
+        session=session,
+        prompt=prompt,
+        strategy=strategy,
+        policy=policy,
+        max_tokens=max_tokens,
+        eos_ids=eos_ids,
+        processors=processors or [],
+        guide=guide,
+        top_logprobs=top_logprobs,
+    )
+    engine = Engine(session.target, session.drafter)
+    engine.join(lane)
     try:
-        prefill(session, prompt[:-1], on_prefill)
-        anchor = prompt[-1]
-        history = mx.array(prompt[-_HISTORY:]) if processors else None
-        can_queue_ahead = not processors and guide is None and session.can_queue_ahead()
-        remaining = max_tokens
-        bits = guide.allowed([])[1] if guide is not None else None
-        current = launch(mx.array([anchor]), None, history=history, bits=bits)
-        last_read, idle = time.perf_counter(), 0.0
-        while True:
-            ahead: Round | None = None
-            proposal: Proposal | None = None
-            ranking: Ranking | None = None
-            # The round in flight yields one token at least, and the next one its own.
-            drafted = max(0, min(policy.next_width(), remaining - 2)) if session.drafter else 0
-            if drafted:
-                proposal = draft(session, current, drafted, strategy)
-                confident = policy.reads_confidence
-                # A tree's rows are put in order on the host.
-                if can_queue_ahead and not confident and current.outcome.path is None:
-                    session.to_device(mx.array(current.end))
-                    ahead = launch(current.outcome.next_anchor, proposal)
-                    ahead.drafted = drafted
-                else:
-                    if confident:
-                        ranking = consider(session, proposal, strategy, current.end + 1, branches=branches)
-                    mx.async_eval(
-                        *([] if branches and ranking else [proposal.tokens]), *([ranking.packed] if ranking else [])
-                    )
-            elif current.width == 0 and remaining > 1 and guide is None and session.device is None:
-                if history is not None:
-                    history = mx.concatenate([history, current.outcome.tokens])[-_HISTORY:]
-                ahead = launch(current.outcome.next_anchor, None, history=history)
-
-            reading = current.outcome.read(ranking, proposal.tokens if proposal and guide is not None else None)
-            tokens, finish_reason = clip(reading.tokens, remaining, eos_ids)
-            num_accepted = min(reading.num_accepted, len(tokens))
-            commit(session, current, [anchor, *tokens[:-1]], reading.path[: len(tokens)])
-            if ahead is None:
-                session.to_host()
-            anchor = tokens[-1]
-            remaining -= len(tokens)
-            now = time.perf_counter()
-            policy.observe(
-                drafted=current.drafted,
-                width=current.width,
-                num_accepted=num_accepted,
-                path=reading.path,
-                # A slow consumer's time is not the device's; such rounds are not timed.
-                seconds=now - last_read if idle < 0.5 * (now - last_read) else None,
-            )
-            last_read = now
-
-            if finish_reason is None and ahead is None:
-                if history is not None:
-                    history = mx.concatenate([history, mx.array(tokens)])[-_HISTORY:]
-                tree: DraftTree | None = None
-                if reading.candidates is not None:
-                    tree = policy.choose(reading.candidates.shortened(remaining - 1))
-                if proposal is not None:
-                    proposal = proposal.shortened(tree.size if tree is not None else remaining - 1)
-                if guide is not None:
-                    guide.advance(tokens)
-                    proposal, bits = limit(guide, proposal, reading.drafts)
-                drafts = tree if branches and tree is not None else proposal
-                ahead = launch(mx.array([anchor]), drafts, history=history, bits=bits)
-                ahead.drafted = drafted
-            logprobs = reading.logprobs[: len(tokens)]
-            yield Step(tokens, current.width, current.depth, num_accepted, finish_reason, logprobs)
-            if finish_reason is not None:
-                return
-            assert ahead is not None
-            idle = time.perf_counter() - now
-            current = ahead
+        while engine.lanes:
+            for _, step in engine.advance():
+                if isinstance(step, Exception):
+                    raise step
+                yield step
     finally:
-        if session.turn == turn:
-            session.settle()
+        engine.leave(lane)
 
 
 def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int], None] | None = None) -> None:
@@ -189,127 +410,15 @@ def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int]
             on_prefill(done, total)
 
 
-def prefill_chunks(session: Session, tokens: list[int]) -> Iterator[tuple[int, int]]:
+def prefill_chunks(
+    session: Session, tokens: list[int], *, chunk: Callable[[], int] | None = None
+) -> Iterator[tuple[int, int]]:
     """`prefill` a chunk at a time; yields (done, total) after each, when the session is in order and may be left.
 
-    Chunks are those of mlx-lm's plain decoding, and so are the numbers. Features go straight into the drafter's cache;
-    vocabulary logits are never computed.
+    Chunks are those of mlx-lm's plain decoding, and so are the numbers, unless `chunk()` wants smaller ones.
     """
     start = len(session.tokens)
-    for at in range(start, len(tokens), PREFILL_STEP):
-        chunk = tokens[at : at + PREFILL_STEP]
-        _, features = session.forward(mx.array([chunk]))
-        session.in_flight = len(chunk)
-        if features is not None:
-            session.absorb_pending(features)
-        mx.eval([c.state for c in [*session.target_cache, *session.draft_cache]])
-        session.keep(range(len(chunk)), fed=len(chunk))
-        session.in_flight = 0
-        session.tokens += chunk
+    while (at := len(session.tokens)) < len(tokens):
+        session.feed(tokens[at : at + min(PREFILL_STEP, chunk() if chunk is not None else PREFILL_STEP)])
         mx.clear_cache()
-        yield at + len(chunk) - start, len(tokens) - start
-
-
-def draft(session: Session, after: Round, width: int, strategy: Strategy) -> Proposal:
-    """Draft `width` tokens behind the round in flight, of which only the device knows how much it keeps.
-
-    All its features go into the drafter's cache and the rejected ones are masked; `commit` trims them.
-    """
-    assert session.drafter is not None
-    after.absorbed = True
-    masks = mx.full((width,), session.drafter.config.mask_token_id, dtype=mx.uint32)
-    block = mx.concatenate([after.outcome.next_anchor.astype(mx.uint32), masks])
-    drafted = session.draft(after.features, block, end=after.end)
-    return session.propose(strategy, drafted, anchor=block[:1], position=after.end + 1)
-
-
-def consider(
-    session: Session, proposal: Proposal, strategy: Strategy, position: int | mx.array, *, branches: bool
-) -> Ranking:
-    """What the policy is to choose from, of a draft that begins at `position`: a tree's drafts, or a chain's width.
-
-    The chance that a chain is kept is that of its places' best tokens: it depends on the context alone, not on the
-    tokens drawn, so choosing a width by it does not bias sampling.
-    """
-    ids = session.vocabulary.token_ids if session.vocabulary else None
-    if not branches:
-        return rank(proposal.logits, 1, ids)
-    return rank(for_trees(strategy).preferences(proposal.logits, position, session.vocabulary), BRANCHES, ids)
-
-
-def verify(
-    session: Session,
-    anchor: mx.array,
-    drafts: Proposal | DraftTree | None,
-    strategy: Strategy,
-    processors: list[LogitsProcessor] | None,
-    history: mx.array | None = None,
-    bits: Bits | None = None,
-    top_logprobs: int | None = None,
-) -> Round:
-    """Launch the target over the anchor and the drafts, and the judgement of them.
-
-    history: the tokens before, the anchor included, for the processors. bits: what may come at each row. Neither goes
-    with a tree. `session.in_flight` counts what was fed on top of what is committed.
-    """
-    base = session.next_position
-    tree = drafts if isinstance(drafts, DraftTree) and drafts.size else None
-    proposal = drafts if isinstance(drafts, Proposal) and drafts.width else None
-    tokens = [mx.array(tree.tokens)] if tree else [proposal.tokens.astype(mx.uint32)] if proposal else []
-    fed = mx.concatenate([anchor.astype(mx.uint32), *tokens])
-    logits, features = session.forward(fed[None], revocable=bool(tokens), tree=tree)
-    session.in_flight += fed.shape[0]
-    rows = logits[0]
-    if processors and history is not None:
-        rows = process_rows(rows, proposal, history, processors)
-    if bits is not None:
-        rows = mask_rows(rows, bits)
-    if tree is not None:
-        outcome = judge(for_trees(strategy), tree, rows, base + 1)
-        features = features[:, outcome.path] if features is not None else None
-    else:
-        outcome = strategy.accept(proposal, rows, base + 1)
-    if top_logprobs is not None:
-        outcome.report_logprobs(rows if outcome.path is None else rows[outcome.path], top_logprobs)
-    mx.async_eval(outcome.packed, *([features] if features is not None else []))
-    return Round(base, outcome, features, fed.shape[0] - 1)
-
-
-def process_rows(
-    rows: mx.array, proposal: Proposal | None, history: mx.array, processors: list[LogitsProcessor]
-) -> mx.array:
-    """Apply bias and penalties to each row (W + 1, V) with the tokens that precede it: history, then drafts."""
-    processed = []
-    for i in range(rows.shape[0]):
-        before = mx.concatenate([history, proposal.tokens[:i]]) if proposal and i else history
-        row = rows[i : i + 1]
-        for processor in processors:
-            row = processor(before, row)
-        processed.append(row)
-    return mx.concatenate(processed)
-
-
-def commit(session: Session, finished: Round, kept: list[int], path: list[int]) -> None:
-    """Keep `kept` (the anchor and accepted drafts), found at the rows `path`; the rest leaves both caches."""
-    session.in_flight -= finished.fed
-    session.keep(path, fed=finished.fed)
-    session.tokens += kept
-    if session.drafter is None or finished.features is None:
-        return
-    if not finished.absorbed:
-        session.pending.append(finished.features[:, : len(kept)])
-        if len(session.pending) >= _MAX_PENDING:
-            session.absorb_pending()
-        return
-    if session.device is None:
-        session.trim_drafts(len(session.tokens))
-
-
-def clip(tokens: list[int], remaining: int, eos_ids: set[int]) -> tuple[list[int], FinishReason | None]:
-    """Cut a round's tokens at the first end-of-sequence token and at the tokens still wanted."""
-    for i, token in enumerate(tokens[:remaining]):
-        if token in eos_ids:
-            return tokens[: i + 1], "stop"
-    if len(tokens) >= remaining:
-        return tokens[:remaining], "length"
-    return tokens, None
+        yield len(session.tokens) - start, len(tokens) - start

@@ -1,15 +1,14 @@
 """Copies of a session, whole or of its beginning, and what they weigh."""
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from dflash_mlx.caches.rows import RowKVCache
+from dflash_mlx.caches.trimming import can_trim, is_trimmed, leaves
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.targets.device_cache import DeviceKVCache
-from dflash_mlx.targets.trimming import can_trim, is_trimmed, leaves
 
 _SLICED = (KVCache, QuantizedKVCache)
 
@@ -28,30 +27,25 @@ def can_rewind(session: Session, length: int) -> bool:
 def fork(session: Session, length: int) -> Session:
     """A session of its own with the first `length` of these tokens; the original may go on, even in mid-answer.
 
-    Caches of other kinds than full attention can only be copied whole: between rounds, and with `length` all tokens.
+    Caches of other kinds than full attention can only be copied whole: between answers, and with `length` all tokens.
     """
     assert length <= len(session.tokens)
-    assert can_cut(session) or (length == len(session.tokens) and not session.in_flight)
+    assert can_cut(session) or (length == len(session.tokens) and session.away is None)
     twin = Session(session.target, session.drafter)
     twin.tokens = session.tokens[:length]
-    # In mid-answer, the caches' rows may be away in device caches; what is committed is the same there.
-    target_cache: Sequence[Any] = session.device[0].layers if session.device else session.target_cache
-    draft_cache: Sequence[Any] = session.device[1].layers if session.device else session.draft_cache
-    twin.target_cache = [_copy_cache(layer_cache, length) for layer_cache in target_cache]
-    waiting = sum(features.shape[1] for features in session.pending)
-    absorbed = min(length, len(session.tokens) - waiting)
-    twin.draft_cache = [_copy_cache(layer_cache, absorbed) for layer_cache in draft_cache]
-    if absorbed < length:
-        features = mx.concatenate(session.pending, axis=1)[:, : length - absorbed]
-        twin.pending = [mx.contiguous(features)]
-    mx.eval([*arrays_of(twin.target_cache), *arrays_of(twin.draft_cache), *twin.pending])
+    # In mid-answer the caches are a row of a batch; what is committed is the same there.
+    row, target_cache, draft_cache = 0, session.target_cache, list[Any](session.draft_cache)
+    if session.away is not None:
+        row, target_cache, draft_cache = session.away.layers_of(session)
+    twin.target_cache = [_copy_cache(layer_cache, row, length) for layer_cache in target_cache]
+    twin.draft_cache = [_copy_cache(layer_cache, row, length) for layer_cache in draft_cache]
+    mx.eval([*arrays_of(twin.target_cache), *arrays_of(twin.draft_cache)])
     return twin
 
 
 def session_bytes(session: Session) -> int:
-    """Memory that a session holds."""
-    held = [session.target_cache, session.draft_cache, session.pending]
-    return sum(array.nbytes for array in arrays_of(held))
+    """Memory that a session at home holds."""
+    return sum(array.nbytes for array in arrays_of([session.target_cache, session.draft_cache]))
 
 
 def arrays_of(value: Any) -> list[mx.array]:
@@ -69,10 +63,12 @@ def _is_cache(value: Any) -> bool:
     return hasattr(value, "state") and hasattr(value, "is_trimmable")
 
 
-def _copy_cache(layer_cache: Any, length: int) -> Any:
-    if isinstance(layer_cache, DeviceKVCache):
+def _copy_cache(layer_cache: Any, row: int, length: int) -> Any:
+    if isinstance(layer_cache, RowKVCache):
         twin = KVCache()
-        twin.keys, twin.values = _cut(layer_cache.keys, length), _cut(layer_cache.values, length)
+        twin.keys, twin.values = (
+            _cut(array[row : row + 1], length) for array in (layer_cache.keys, layer_cache.values)
+        )
         twin.offset = length
         return twin
     if type(layer_cache) not in _SLICED:

@@ -20,7 +20,7 @@ class TokenLogprob:
 
 
 def pack_logprobs(rows: mx.array, tokens: mx.array, count: int) -> mx.array:
-    """What `unpack_logprobs` needs, as uint32: rows (R, V) of logits, the token chosen at each (R,), best `count`."""
+    """What `unpack_logprobs` needs, as uint32 (R, n): of logits (R, V), the token chosen at each (R,), best `count`."""
     scores = rows.astype(mx.float32)
     scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
     columns = tokens.astype(mx.uint32)[:, None]
@@ -29,13 +29,12 @@ def pack_logprobs(rows: mx.array, tokens: mx.array, count: int) -> mx.array:
         best = mx.argpartition(-scores, kth=count - 1, axis=-1)[:, :count]
         columns = mx.concatenate([columns, best.astype(mx.uint32)], axis=1)
     values = mx.take_along_axis(scores, columns, axis=-1)
-    return mx.concatenate([columns, values.view(mx.uint32)], axis=1).reshape(-1)
+    return mx.concatenate([columns, values.view(mx.uint32)], axis=1)
 
 
-def unpack_logprobs(packed: list[int], rows: int) -> list[TokenLogprob]:
-    """The rows of `pack_logprobs` in order."""
-    table = np.array(packed, dtype=np.uint32).reshape(rows, -1)
-    columns, bits = np.split(table, 2, axis=1)
+def unpack_logprobs(packed: mx.array) -> list[TokenLogprob]:
+    """The rows of `pack_logprobs` in order, read by the host."""
+    columns, bits = np.split(np.array(packed), 2, axis=1)
     values = np.ascontiguousarray(bits).view(np.float32)
     found = []
     for ids, scores in zip(columns.tolist(), values.tolist(), strict=True):

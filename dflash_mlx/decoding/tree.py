@@ -45,9 +45,15 @@ class Ranking:
     token_ids: mx.array
     log_probs: mx.array
 
-    def read(self, values: np.ndarray) -> Candidates:
-        """From what `Outcome.read` brought of this ranking."""
-        ids, log_probs = values.reshape(2, *self.token_ids.shape)
+    def take(self, parts: Sequence[int], of: int) -> "Ranking":
+        """Of `of` answers' rankings, one after another, those of some."""
+        index = mx.array(list(parts))
+        few = [a.reshape(of, -1, a.shape[1])[index].reshape(-1, a.shape[1]) for a in (self.token_ids, self.log_probs)]
+        return Ranking(*few)
+
+    def read(self) -> Candidates:
+        """Wait for the device."""
+        ids, log_probs = np.array(self.packed).reshape(2, *self.token_ids.shape)
         log_probs = log_probs.view(np.float32)
         order = np.argsort(-log_probs, axis=1, kind="stable")
         return Candidates(np.take_along_axis(ids, order, axis=1), np.take_along_axis(log_probs, order, axis=1))

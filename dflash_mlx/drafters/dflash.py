@@ -2,7 +2,7 @@
 
 The block is the anchor (newest token) followed by mask tokens. Its queries see the target's features of every
 earlier position as extra keys and values, and each other. Only the features' keys and values are kept between
-rounds: a block's own are thrown away, so a drafter never has to roll anything back but rejected features.
+rounds: a block's own are written after them, for as long as it is drafted, and the next features take their place.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,10 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
+from dflash_mlx.caches.rows import RowKVCache, Rows
+from dflash_mlx.drafters.attention_mask import BlockMask, block_mask
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.rope import make_rope
-from dflash_mlx.drafters.sight import Sight, look, look_in_place
-from dflash_mlx.targets.device_cache import DeviceKVCache
-
-DraftCache = KVCache | DeviceKVCache
 
 
 class DraftAttention(nn.Module):
@@ -38,26 +36,22 @@ class DraftAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
 
     def keys_and_values(self, x: mx.array, rope: nn.Module, position: int | mx.array) -> tuple[mx.array, mx.array]:
-        """x: (1, L, D), at `position` onwards -> keys and values (1, num_kv_heads, L, head_dim)."""
+        """x: (B, L, D), from `position`, () or (B,), on -> keys and values (B, num_kv_heads, L, head_dim)."""
         batch, length, _ = x.shape
         keys = self.k_norm(self.k_proj(x).reshape(batch, length, self.num_kv_heads, -1)).transpose(0, 2, 1, 3)
         values = self.v_proj(x).reshape(batch, length, self.num_kv_heads, -1).transpose(0, 2, 1, 3)
         return rope(keys, offset=position), values
 
-    def __call__(
-        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, sight: Sight
-    ) -> mx.array:
-        """x: (1, B, D). Into a device cache the block is written behind the context, for as long as it is drafted."""
+    def __call__(self, x: mx.array, cache: RowKVCache, rope: nn.Module, seen: BlockMask) -> mx.array:
+        """x: (B, L, D), blocks at the positions where the cache's rows end. They are written there."""
         batch, length, _ = x.shape
         queries = self.q_norm(self.q_proj(x).reshape(batch, length, self.num_heads, -1)).transpose(0, 2, 1, 3)
-        queries = rope(queries, offset=position)
-        keys, values = self.keys_and_values(x, rope, position)
-        if isinstance(cache, DeviceKVCache):
-            keys, values = (sight.read(rows) for rows in cache.write(keys, values, at=mx.array(position)))
-        elif cache.keys is not None and cache.values is not None:
-            keys = mx.concatenate([sight.read(cache.keys[..., : cache.offset, :]), keys], axis=2)
-            values = mx.concatenate([sight.read(cache.values[..., : cache.offset, :]), values], axis=2)
-        out = scaled_dot_product_attention(queries, keys, values, cache=None, scale=self.scale, mask=sight.mask)
+        queries = rope(queries, offset=cache.offset)
+        keys, values = cache.update_and_fetch(*self.keys_and_values(x, rope, cache.offset))
+        mask = seen.mask if batch > 1 else seen.mask[0, 0]
+        out = scaled_dot_product_attention(
+            queries, seen.read(keys), seen.read(values), cache=None, scale=self.scale, mask=mask
+        )
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
 
@@ -80,13 +74,11 @@ class DraftLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def __call__(
-        self, x: mx.array, cache: DraftCache, rope: nn.Module, position: int | mx.array, sight: Sight
-    ) -> mx.array:
-        return self.around(x, lambda normed: self.self_attn(normed, cache, rope, position, sight))
+    def __call__(self, x: mx.array, cache: RowKVCache, rope: nn.Module, seen: BlockMask) -> mx.array:
+        return self.around(x, lambda normed: self.self_attn(normed, cache, rope, seen))
 
     def around(self, x: mx.array, attend: Callable[[mx.array], mx.array]) -> mx.array:
-        """The layer around its attention. x: (blocks, B, D); `attend` takes and returns the same shape."""
+        """The layer around its attention. x: (blocks, rows, D); `attend` takes and returns the same shape."""
         h = x + attend(self.input_layernorm(x))
         return h + self.mlp(self.post_attention_layernorm(h))
 
@@ -97,6 +89,8 @@ class DFlashDrafter(nn.Module):
     """
 
     layer_class: type[DraftLayer] = DraftLayer
+    # Its places do not depend on each other, so the drafts of a round may be a tree.
+    supports_trees = True
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -125,18 +119,26 @@ class DFlashDrafter(nn.Module):
     def make_cache(self) -> list[KVCache]:
         return [KVCache() for _ in self.layers]
 
+    def filled(self, cache: Sequence[KVCache]) -> Sequence[KVCache]:
+        """The same caches, with buffers also where nothing was ever written."""
+        shape = (1, self.config.num_key_value_heads, 1, self.config.head_dim)
+        for layer_cache in cache:
+            if layer_cache.keys is None:
+                layer_cache.keys, layer_cache.values = mx.zeros(shape, self.dtype), mx.zeros(shape, self.dtype)
+        return cache
+
     def embed_block(self, tokens: mx.array, embed: Callable[[mx.array], mx.array]) -> mx.array:
-        """Embeddings (1, B, D) of a block's tokens (1, B), by the target's `embed` or the drafter's own mask row."""
+        """Embeddings (B, L, D) of blocks of tokens (B, L), by the target's `embed` or the drafter's own mask row."""
         embedded = embed(tokens)
         if not self.config.own_mask_embedding:
             return embedded
         is_mask = (tokens == self.config.mask_token_id)[..., None]
         return mx.where(is_mask, self.mask_embedding.astype(embedded.dtype), embedded)
 
-    def extend_context(self, target_hidden: mx.array, cache: Sequence[DraftCache]) -> None:
-        """Append the keys and values of the next positions' features to the cache.
+    def extend_context(self, target_hidden: mx.array, cache: Sequence[KVCache | RowKVCache]) -> None:
+        """Write the keys and values of the next positions' features into the cache.
 
-        target_hidden: (1, L, taps * D), the target's tapped layer outputs, for the L positions after those
+        target_hidden: (B, L, taps * D), the target's tapped layer outputs, for the L positions after those
         that the cache already holds.
         """
         context = self.hidden_norm(self.fc(target_hidden.astype(self.dtype)))
@@ -144,38 +146,31 @@ class DFlashDrafter(nn.Module):
             keys, values = layer.self_attn.keys_and_values(context, self.rope_of(i), layer_cache.offset)
             layer_cache.update_and_fetch(keys, values)
 
-    def __call__(
-        self, block: mx.array, cache: Sequence[DraftCache], *, context_length: int | mx.array | None = None
-    ) -> mx.array:
-        """Hidden states of a block, ready for the target's vocabulary head.
+    def __call__(self, block: mx.array, rows: Rows) -> mx.array:
+        """Hidden states of blocks, ready for the target's vocabulary head.
 
-        block: (1, B, D) embeddings of the anchor and B - 1 mask tokens. `context_length` is the number of
-        cached positions that are valid, and so the anchor's position: None means all of them (not with device
-        caches). Given as an array it may still be unknown to the host. Returns (1, B, D); row i predicts the token
-        i places after the anchor, row 0 is unused.
+        block: (B, L, D) embeddings of each answer's anchor and L - 1 mask tokens. `rows` holds the features' keys and
+        values; its lengths are the anchors' positions, and there is room for the block after them. Returns (B, L, D);
+        row i predicts the token i places after the anchor, row 0 is unused.
         """
         config = self.config
-        position = cache[0].offset if context_length is None else context_length
-        sights = self._sights(block.shape[1], cache[0], context_length)
+        seen = self._masks(block.shape[1], rows)
         h = block.astype(self.dtype)
         if config.input_embedding_scale != 1.0:
             h = h * config.input_embedding_scale
-        for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
-            h = layer(h, layer_cache, self.rope_of(i), position, sights[config.layer_types[i]])
+        for i, (layer, layer_cache) in enumerate(zip(self.layers, rows.layers, strict=True)):
+            h = layer(h, layer_cache, self.rope_of(i), seen[config.layer_types[i]])
         return self.norm(h).astype(block.dtype)
 
-    def _sights(self, block: int, cache: DraftCache, valid: int | mx.array | None) -> dict[str, Sight]:
+    def _masks(self, block: int, rows: Rows) -> dict[str, BlockMask]:
         """What a block's rows see, by layer type."""
-        sights = {}
+        masks = {}
         for kind, i in {kind: i for i, kind in enumerate(self.config.layer_types)}.items():
             window = self.config.sliding_window if self.config.layer_is_sliding(i) else None
-            causal = self.config.layer_is_causal(i)
-            if isinstance(cache, DeviceKVCache):
-                assert valid is not None
-                sights[kind] = look_in_place(block, cache.keys.shape[2], valid, causal=causal, window=window)
-            else:
-                sights[kind] = look(block, cache.offset, valid, causal=causal, window=window)
-        return sights
+            masks[kind] = block_mask(
+                block, rows.lengths.capacity, rows.lengths.value, causal=self.config.layer_is_causal(i), window=window
+            )
+        return masks
 
     def adjust_logits(self, logits: mx.array) -> mx.array:
         """Apply the checkpoint's output multiplier and soft cap to the target head's logits (any shape)."""

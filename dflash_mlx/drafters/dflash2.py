@@ -100,9 +100,10 @@ class PathSelector(nn.Module):
 
 
 class DFlash2Drafter(DFlashDrafter):
-    """A DFlash 2 drafter: in the decode loop, `candidate_selector` chooses the drafts (`decoding/path.py`)."""
+    """A DFlash 2 drafter: in the decode loop, `candidate_selector` chooses the drafts (`path.py`)."""
 
     layer_class = DraftLayer2
+    supports_trees = False
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__(config)

@@ -92,9 +92,7 @@ def default_limit() -> int:
 def measure_session(pair: ModelPair, *, draft: bool) -> SessionSize:
     """Feed a few tokens and look at the caches. Runs the models, which also warms them up."""
     session = pair.new_session(draft=draft)
-    _, features = session.forward(mx.array([[1] * _PROBE_TOKENS]))
-    if features is not None:
-        session.absorb_pending(features)
+    session.feed([1] * _PROBE_TOKENS)
     caches = [*session.target_cache, *session.draft_cache]
     mx.eval(arrays_of(caches))
     return session_size(caches)

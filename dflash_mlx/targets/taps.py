@@ -1,8 +1,7 @@
 """Reading the outputs of a model's decoder layers while it runs, without changing the model.
 
-A tap gives one layer *instance* a subclass of its own class for the length of one forward. The class itself is
-never touched, the parameter tree stays as it is, and nothing is left behind afterwards, so one model can serve
-any number of drafters with different taps.
+A tap is a hook (`hooks.py`) on one layer *instance* for the length of one forward, so one model can serve any number of
+drafters with different taps.
 """
 
 import copy
@@ -13,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from dflash_mlx.hooks import subclassed
 
 _SINK = "_dflash_tap_sink"
 
@@ -25,16 +26,9 @@ def tapped(layers: Sequence[nn.Module], layer_ids: Sequence[int]) -> Iterator[di
     runs more than once inside the block, the last output counts.
     """
     outputs: dict[int, mx.array] = {}
-    originals = [(layers[i], type(layers[i])) for i in layer_ids]
-    try:
-        for i, (layer, kind) in zip(layer_ids, originals, strict=True):
-            object.__setattr__(layer, _SINK, (outputs, i))
-            layer.__class__ = _tapped_class(kind)
+    sinks = [(outputs, i) for i in layer_ids]
+    with subclassed([layers[i] for i in layer_ids], _tapped_class, notes={_SINK: sinks}):
         yield outputs
-    finally:
-        for layer, kind in originals:
-            layer.__class__ = kind
-            layer.__dict__.pop(_SINK, None)
 
 
 @cache

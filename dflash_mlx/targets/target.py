@@ -11,8 +11,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from dflash_mlx.caches import target_caches, tree_rows
 from dflash_mlx.errors import CheckpointError, PairError
-from dflash_mlx.targets import branching, device_cache
 from dflash_mlx.targets.taps import tapped
 
 # Where mlx-lm's classes keep a language model inside another module, and what they call its parts.
@@ -52,7 +52,7 @@ class Target:
     head_module: nn.Module
     final_norm: Callable[[mx.array], mx.array] | None
     _heads: dict[tuple[int, ...], Callable[[mx.array], mx.array]] = field(default_factory=dict)
-    _device_lengths: bool | None = None
+    _rows: bool | None = None
     _trees: bool | None = None
 
     def head_for(self, token_ids: Sequence[int]) -> Callable[[mx.array], mx.array]:
@@ -65,22 +65,22 @@ class Target:
     def make_cache(self) -> list[Any]:
         return make_prompt_cache(self.model)
 
-    def takes_device_lengths(self) -> bool:
-        """Whether the model runs with `targets.device_cache`; found out by running it, the first time."""
-        if self._device_lengths is None:
-            self._device_lengths = device_cache.works_with(self.model, self.vocab_size, self.make_cache())
-        return self._device_lengths
+    def takes_rows(self) -> bool:
+        """Whether the model computes several answers in one batch; found out by running it, the first time."""
+        if self._rows is None:
+            self._rows = target_caches.works_with(self.model, self.layers, self.vocab_size, self.make_cache)
+        return self._rows
 
     def takes_trees(self) -> bool:
-        """Whether the model runs with `targets.branching`; found out by running it, the first time."""
+        """Whether the model takes a tree of drafts; found out by running it, the first time."""
         if self._trees is None:
-            self._trees = branching.works_with(self.model, self.vocab_size, self.make_cache)
+            self._trees = tree_rows.works_with(self.model, self.vocab_size, self.make_cache)
         return self._trees
 
     @cached_property
     def ropes(self) -> list[nn.Module]:
         """The model's rotary embeddings."""
-        return branching.find_ropes(self.model)
+        return tree_rows.find_ropes(self.model)
 
     def forward(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """tokens (1, L) -> logits (1, L, V); appends the tokens to the cache."""

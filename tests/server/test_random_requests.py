@@ -6,8 +6,8 @@ import pytest
 from fakes import running
 from tiny_pair import make_templated_pair
 
-from dflash_mlx.decoding.trees_or_chains import PairCosts
-from dflash_mlx.decoding.width import RoundCosts
+from dflash_mlx.policy.trees_or_chains import PairCosts
+from dflash_mlx.policy.width import RoundCosts
 from dflash_mlx.server.worker import Worker
 
 

@@ -1,0 +1,242 @@
+"""Caches of several answers at once: a row for each, whose length only the device knows.
+
+How many drafts a round keeps is decided on the device, and differs from row to row. With mlx-lm's own caches the host
+would have to wait for those numbers, and every row would have to keep equally many. Here the lengths are an array
+(B,): each row is written at its own positions, the rows after its length are masked, and nothing is ever trimmed,
+rolled or padded. What was rejected is simply written over by the next round. The models' own code stays as it is,
+since it takes `cache.offset` and `cache.make_mask` as they come.
+
+- Full attention and sliding windows: `RowKVCache`. A window is a mask over the same buffers.
+- Recurrent layers: `RowStates`. A state cannot be masked; `targets.target_caches` replays it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from dflash_mlx.caches.trimming import fill_window, held, leaves, newest
+
+_STEP = 256
+# Positions that a window keeps beyond those it needs, so that a conversation can go back a little.
+_SPARE = 32
+
+
+class RowLengths:
+    """How many positions of each of B rows count, `value` (B,) int32 on the device, and the room that rows have.
+
+    While the rows of a tree are fed, `tree` holds its (positions (R,), mask (R, capacity)); B is 1 then.
+    """
+
+    def __init__(self, value: mx.array, capacity: int) -> None:
+        self.capacity, self.value = capacity, value
+        self.tree: tuple[mx.array, mx.array] | None = None
+        self._index: tuple[mx.array, int, mx.array] | None = None
+
+    @property
+    def rows(self) -> int:
+        return int(self.value.shape[0])
+
+    @property
+    def positions(self) -> mx.array:
+        """What rotary embeddings take: the position of each row's first token (B,), or of each of a tree's (R,)."""
+        return self.value if self.tree is None else self.tree[0]
+
+    def index(self, count: int) -> mx.array:
+        """Where the next `count` tokens of each row are written, (B, 1, count, 1)."""
+        if self._index is None or self._index[0] is not self.value or self._index[1] != count:
+            self._index = self.value, count, (self.value[:, None] + mx.arange(count))[:, None, :, None]
+        return self._index[2]
+
+    def mask(self, count: int, window: int | None) -> mx.array:
+        """Which positions each of the next `count` tokens may see: boolean, (B, 1, count, capacity).
+
+        For one row it is (count, capacity), which more kernels know.
+        """
+        if self.tree is not None:
+            return self.tree[1] if window is None else self.tree[1] & self._within(self.tree[0][:, None], window)
+        own = self.value[:, None, None, None] + mx.arange(count)[:, None] if self.rows > 1 else self._own(count)
+        mask = mx.arange(self.capacity) <= own
+        return mask if window is None else mask & self._within(own, window)
+
+    def _own(self, count: int) -> mx.array:
+        return self.value + mx.arange(count)[:, None]
+
+    def _within(self, own: mx.array, window: int) -> mx.array:
+        return own < mx.arange(self.capacity) + window
+
+
+class RowKVCache:
+    """One layer's keys and values, (B, heads, capacity, head_dim), of which each row's first positions count.
+
+    Every layer of a model shares one `lengths`, which does not move by itself when tokens are written. `window`: how
+    many positions a token sees, itself included, where the layer slides.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, lengths: RowLengths, window: int | None = None) -> None:
+        self.keys, self.values, self.lengths, self.window = keys, values, lengths, window
+
+    @property
+    def offset(self) -> mx.array:
+        return self.lengths.positions
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the next L tokens of each row, (B, heads, L, head_dim); returns all positions.
+
+        There must be room (`Rows.reserve`): the device does not check, and writes beyond its memory.
+        """
+        self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
+        return self.keys, self.values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """All positions, as the last `update_and_fetch` returned them: for layers that share another's."""
+        return self.keys, self.values
+
+    def _written(self, array: mx.array, tokens: mx.array) -> mx.array:
+        if array.shape[0] == 1:
+            return mx.slice_update(array, tokens, self.lengths.value, axes=(2,))
+        return mx.put_along_axis(array, self.lengths.index(tokens.shape[2]), tokens.astype(array.dtype), axis=2)
+
+    def make_mask(self, count: int, *, window_size: int | None = None, return_array: bool = False) -> mx.array:
+        mask = self.lengths.mask(count, window_size or self.window)
+        # Models that ask for an array go on to compute with it, and know batches' masks as (B, 1, count, positions).
+        return mask[None, None] if return_array and mask.ndim == 2 else mask
+
+
+class RowStates(ArraysCache):
+    """One recurrent layer's states of B rows; `lengths` (B,), while set, says how many of the tokens fed count."""
+
+
+class Rows:
+    """A model's caches for B answers: `layers`, as the model takes them, and their common `lengths`."""
+
+    def __init__(self, layers: list[Any], lengths: RowLengths, starts: list[int]) -> None:
+        """starts: of each row, the first position that its windows hold."""
+        self.layers, self.lengths, self.starts = layers, lengths, starts
+        parts = leaves(layers)
+        self.attention: list[RowKVCache] = [leaf for leaf in parts if isinstance(leaf, RowKVCache)]
+        self.states: list[RowStates] = [leaf for leaf in parts if isinstance(leaf, RowStates)]
+
+    @classmethod
+    def of(cls, caches: Sequence[Any], length: int) -> "Rows":
+        """One row with what mlx-lm's caches of one answer hold, `length` positions. The arrays move over here."""
+        parts = leaves(list(caches))
+        buffers = [leaf.keys.shape[2] for leaf in parts if type(leaf) is KVCache]
+        windows = [held(leaf) for leaf in parts if isinstance(leaf, RotatingKVCache)]
+        lengths = RowLengths(mx.array([length], dtype=mx.int32), max([*buffers, _stepped(length)]))
+        start = length - min([*windows, length])
+        return cls([_to_row(cache, lengths, length) for cache in caches], lengths, [start])
+
+    @property
+    def count(self) -> int:
+        return self.lengths.rows
+
+    def reserve(self, positions: int) -> None:
+        """Make room for this many positions in each row: what the host knows that no length can exceed."""
+        if positions > self.lengths.capacity:
+            self.lengths.capacity = _stepped(positions)
+            for leaf in self.attention:
+                leaf.keys, leaf.values = (self._padded(array) for array in (leaf.keys, leaf.values))
+
+    def _padded(self, array: mx.array) -> mx.array:
+        missing = self.lengths.capacity - array.shape[2]
+        return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing > 0 else array
+
+    def join(self, others: Sequence["Rows"], *, free: Sequence[int] = ()) -> list[int]:
+        """Take over the rows of others, one each, into rows that are `free` or new ones; returns their numbers."""
+        self.reserve(max(other.lengths.capacity for other in others))
+        for other in others:
+            other.reserve(self.lengths.capacity)
+        taken = [row for row, _ in zip(free, others, strict=False)]
+        added = others[len(taken) :]
+        numbers = [*taken, *range(self.count, self.count + len(added))]
+
+        def merged(arrays: Sequence[mx.array]) -> mx.array:
+            own, *theirs = arrays
+            for row, array in zip(taken, theirs, strict=False):
+                own[row : row + 1] = array
+            return mx.concatenate([own, *theirs[len(taken) :]]) if added else own
+
+        for i, leaf in enumerate(self.attention):
+            leaf.keys = merged([leaf.keys, *[other.attention[i].keys for other in others]])
+            leaf.values = merged([leaf.values, *[other.attention[i].values for other in others]])
+        for i, state in enumerate(self.states):
+            for j, array in enumerate(state.cache):
+                state.cache[j] = merged([array, *[other.states[i].cache[j] for other in others]])
+        self.lengths.value = merged([mx.array(self.lengths.value), *[other.lengths.value for other in others]])
+        self.starts += [0] * len(added)
+        for row, other in zip(numbers, others, strict=True):
+            self.starts[row] = other.starts[0]
+        return numbers
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Leave only these rows, in this order."""
+        index = mx.array(list(rows))
+        for leaf in self.attention:
+            leaf.keys, leaf.values = leaf.keys[index], leaf.values[index]
+        for state in self.states:
+            state.cache = [array[index] for array in state.cache]
+        self.lengths.value = self.lengths.value[index]
+        self.starts = [self.starts[row] for row in rows]
+
+    def give_back(self, row: int, length: int, caches: Sequence[Any], *, states: Sequence[list[mx.array]] = ()) -> None:
+        """Put the first `length` positions of a row into mlx-lm's caches of one answer: those that `of` emptied.
+
+        A single row's arrays move; others are copied, once. states: of each recurrent layer, those to be given back.
+        """
+        recurrent = iter(states)
+        for leaf, origin in zip(leaves(self.layers), leaves(list(caches)), strict=True):
+            if isinstance(leaf, RowStates):
+                origin.cache = [mx.contiguous(array[row : row + 1]) for array in next(recurrent)]
+            else:
+                _give(leaf, row, length, origin, self.starts[row])
+
+
+def fits(caches: Sequence[Any]) -> bool:
+    """Whether `Rows` knows caches of these kinds."""
+    return bool(caches) and all(_kind_fits(leaf) for leaf in leaves(list(caches)))
+
+
+def _kind_fits(leaf: Any) -> bool:
+    return type(leaf) in (KVCache, ArraysCache) or (type(leaf) is RotatingKVCache and leaf.keep == 0)
+
+
+def _to_row(cache: Any, lengths: RowLengths, length: int) -> Any:
+    if isinstance(cache, CacheList):
+        return CacheList(*[_to_row(part, lengths, length) for part in cache.caches])
+    if isinstance(cache, ArraysCache):
+        states = RowStates(len(cache.cache))
+        states.cache, cache.cache = cache.cache, [None] * len(cache.cache)
+        return states
+    window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+    keys, values = (_placed(cache, array, lengths.capacity, length) for array in (cache.keys, cache.values))
+    # A second reference would have every position copied when the first token is written.
+    cache.keys = cache.values = None
+    return RowKVCache(keys, values, lengths, window)
+
+
+def _placed(cache: Any, array: mx.array, capacity: int, length: int) -> mx.array:
+    """A cache's keys or values, each position at its own place in `capacity` places."""
+    if isinstance(cache, RotatingKVCache):
+        array = newest(cache, array)
+        return mx.pad(array, [(0, 0), (0, 0), (length - array.shape[2], capacity - length), (0, 0)])
+    missing = capacity - array.shape[2]
+    return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing else array
+
+
+def _give(leaf: RowKVCache, row: int, length: int, origin: Any, start: int) -> None:
+    arrays: tuple[mx.array, ...] = leaf.keys, leaf.values
+    if isinstance(origin, RotatingKVCache):
+        first = max(start, length - origin.max_size - _SPARE)
+        fill_window(origin, *[mx.contiguous(array[row : row + 1, :, first:length]) for array in arrays], length)
+        return
+    if leaf.keys.shape[0] > 1:
+        arrays = tuple(mx.contiguous(array[row : row + 1, :, : _stepped(length)]) for array in arrays)
+    origin.keys, origin.values = arrays
+    origin.offset = length
+
+
+def _stepped(positions: int) -> int:
+    """Room for this many positions, in the steps by which caches grow."""
+    return -(-max(positions, 1) // _STEP) * _STEP

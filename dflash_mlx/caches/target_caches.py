@@ -1,0 +1,212 @@
+"""A target's caches in the decode loop: fed a block for each answer, then told how much of it stays.
+
+- `BatchCaches`: any number of answers, a row for each (`rows.py`).
+- `SingleCaches`: one answer over mlx-lm's own caches, for the models that do not compute right with rows.
+
+Which of them a model takes is found out by running it (`works_with`).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from dflash_mlx.caches.recurrence import Recorder, Recording
+from dflash_mlx.caches.rollback import Rollback
+from dflash_mlx.caches.rows import Rows, fits
+from dflash_mlx.caches.tree_rows import branched, keep_path
+from dflash_mlx.rounding import TOLERANCE, relative_difference
+
+# Runs the model: tokens (B, L) and its caches -> logits (B, L, V) and, where a drafter wants them, features.
+Forward = Callable[[mx.array, list[Any]], tuple[mx.array, mx.array | None]]
+
+
+class TreeShape(Protocol):
+    """The rows of a tree of drafts, the anchor first: how far each is from it, and which rows each one sees."""
+
+    @property
+    def depths(self) -> list[int]: ...
+
+    @property
+    def visible(self) -> np.ndarray: ...
+
+
+class TargetCaches(Protocol):
+    # Whether a block that is only partly kept has to be committed before the next one is fed.
+    commits_on_host: bool
+
+    def feed(
+        self, forward: Forward, tokens: mx.array, *, at: mx.array, room: int, tree: TreeShape | None = None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Run the model over the next tokens (B, L), which follow the positions `at` (B,).
+
+        More than one token a row are a block of which `commit` may keep a part. `room`: no row will have more positions
+        than this. With a `tree`, B is 1 and the tokens are its rows.
+        """
+
+    def commit(self, fed: int, kept: Sequence[int], *, path: Sequence[int] | None = None) -> None:
+        """Of the oldest block, `fed` tokens a row, leave the first `kept` of each; of a tree, the rows of `path`."""
+
+    def give_back(self, row: int, length: int, caches: list[Any]) -> None:
+        """Put what was committed of a row, `length` positions, into the caches of mlx-lm's that it came from."""
+
+
+@dataclass
+class _Block:
+    """A block that is not committed: the recurrent states before it, and a recording where it may be kept in part."""
+
+    states: list[list[mx.array]]
+    recording: Recording | None
+
+
+class BatchCaches:
+    """See `TargetCaches`. The model's `layers` are those that hold recurrent parts."""
+
+    def __init__(self, rows: Rows, layers: Sequence[nn.Module], ropes: Sequence[nn.Module]) -> None:
+        self.rows = rows
+        self.commits_on_host = bool(rows.states)
+        self._recorder = Recorder(layers) if rows.states else None
+        self._ropes = ropes
+        self._blocks: list[_Block] = []
+
+    def feed(
+        self, forward: Forward, tokens: mx.array, *, at: mx.array, room: int, tree: TreeShape | None = None
+    ) -> tuple[mx.array, mx.array | None]:
+        self.rows.reserve(room)
+        self.rows.lengths.value = at
+        if tree is not None:
+            with branched(self._ropes, self.rows, tree.depths, tree.visible):
+                return forward(tokens, self.rows.layers)
+        if self._recorder is None:
+            return forward(tokens, self.rows.layers)
+        block = _Block([list(state.cache) for state in self.rows.states], None)
+        self._blocks.append(block)
+        recording = self._recorder.recording(self.rows.states) if tokens.shape[1] > 1 else nullcontext()
+        with recording as block.recording:
+            return forward(tokens, self.rows.layers)
+
+    def commit(self, fed: int, kept: Sequence[int], *, path: Sequence[int] | None = None) -> None:
+        if path is not None:
+            keep_path(self.rows, int(self.rows.lengths.value.item()), path)
+        if self._recorder is None:
+            return
+        block = self._blocks.pop(0)
+        if all(count == fed for count in kept):
+            return
+        assert not self._blocks, "a block was only partly kept, and more had been fed after it"
+        assert block.recording is not None
+        self._restore(block)
+        counts = mx.array(list(kept))
+        for state in self.rows.states:
+            # Of its own: mlx-lm counts it down in place.
+            state.lengths = mx.array(list(kept))
+        self._recorder.replay_rows(block.recording, mx.arange(fed) < counts[:, None])
+        for state in self.rows.states:
+            state.lengths = None
+
+    def join(self, others: Sequence["BatchCaches"], *, free: Sequence[int]) -> None:
+        """Take over the rows of others, between rounds; see `Rows.join`."""
+        assert not self._blocks
+        self.rows.join([other.rows for other in others], free=free)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Leave only these rows, between rounds."""
+        assert not self._blocks
+        self.rows.keep(rows)
+
+    def give_back(self, row: int, length: int, caches: list[Any]) -> None:
+        states = self._blocks[0].states if self._blocks else [state.cache for state in self.rows.states]
+        self.rows.give_back(row, length, caches, states=states)
+
+    def replays(self, fed: int) -> bool:
+        """Whether what was recorded of the newest block is enough to keep parts of it."""
+        if self._recorder is None:
+            return True
+        recording = self._blocks[-1].recording
+        assert recording is not None
+        return recording.is_complete(self.rows.states, fed, answers=self.rows.count) and self._recorder.takes_rows(
+            recording
+        )
+
+    def _restore(self, block: _Block) -> None:
+        for state, arrays in zip(self.rows.states, block.states, strict=True):
+            state.cache = list(arrays)
+
+
+class SingleCaches:
+    """See `TargetCaches`: mlx-lm's own caches of one answer, from which `rollback` takes what was rejected."""
+
+    commits_on_host = True
+
+    def __init__(self, caches: list[Any], rollback: Rollback) -> None:
+        self.caches, self._rollback = caches, rollback
+        self._fed: list[int] = []
+
+    def feed(
+        self, forward: Forward, tokens: mx.array, *, at: mx.array, room: int, tree: TreeShape | None = None
+    ) -> tuple[mx.array, mx.array | None]:
+        assert tree is None
+        count = int(tokens.shape[1])
+        with self._rollback.feeding(self.caches, tokens, revocable=count > 1):
+            outputs = forward(tokens, self.caches)
+        self._fed.append(count)
+        return outputs
+
+    def commit(self, fed: int, kept: Sequence[int], *, path: Sequence[int] | None = None) -> None:
+        assert self._fed.pop(0) == fed
+        self._rollback.commit(self.caches, fed=fed, keep=kept[0])
+
+    def give_back(self, row: int, length: int, caches: list[Any]) -> None:
+        assert caches is self.caches
+        fed, self._fed = sum(self._fed), []
+        undone = self._rollback.trim(self.caches, fed)
+        assert undone, f"cannot take the last {fed} positions out of the caches"
+
+
+def works_with(
+    model: nn.Module, layers: Sequence[nn.Module], vocab_size: int, make_cache: Callable[[], list[Any]]
+) -> bool:
+    """Whether a model of mlx-lm computes for two answers in one batch what it computes for each alone. Runs it.
+
+    The two have different lengths and keep different parts of a block.
+    """
+    if not fits(make_cache()):
+        return False
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (2, 12))
+    contexts, block, more, kept = (tokens[:1, :5], tokens[1:, :3]), tokens[:, 5:9], tokens[:, 9:11], (2, 3)
+
+    def forward(tokens: mx.array, caches: list[Any]) -> tuple[mx.array, None]:
+        return model(tokens, cache=caches), None
+
+    def alone(row: int) -> mx.array:
+        caches = make_cache()
+        model(mx.array(contexts[row]), cache=caches)
+        fed = np.concatenate([block[row : row + 1, : kept[row]], more[row : row + 1]], axis=1)
+        return mx.concatenate([model(mx.array(fed[:, i : i + 1]), cache=caches) for i in range(fed.shape[1])], axis=1)
+
+    try:
+        rows = []
+        for context in contexts:
+            caches = make_cache()
+            model(mx.array(context), cache=caches)
+            rows.append(Rows.of(caches, context.shape[1]))
+        rows[0].join(rows[1:])
+        batch = BatchCaches(rows[0], layers, ())
+        at = mx.array([context.shape[1] for context in contexts], dtype=mx.int32)
+        logits, _ = batch.feed(forward, mx.array(block), at=at, room=16)
+        if not batch.replays(block.shape[1]):
+            return False
+        batch.commit(block.shape[1], kept)
+        further, _ = batch.feed(forward, mx.array(more), at=at + mx.array(kept), room=16)
+        for row in range(2):
+            expected = alone(row)
+            found = mx.concatenate([logits[row : row + 1, : kept[row]], further[row : row + 1]], axis=1)
+            if not relative_difference(found, expected) <= TOLERANCE[expected.dtype]:
+                return False
+    except Exception:  # model code that wants a number for the length may fail in any way
+        return False
+    return True

@@ -1,0 +1,110 @@
+"""Feeding a tree of tokens to a model of mlx-lm in one forward, its code as it is.
+
+A row of a tree sees the cached positions, the rows that it continues and itself, and its position is that of its depth.
+The first is a mask, which model code takes from its cache. The second is the cache's `offset`, here an array with a
+position for each row, and rotary embeddings have to take it: a hook on their instances (`hooks.py`) for the length of
+one forward. Which models compute the same that way is found out by running them (`works_with`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from dflash_mlx.caches.rows import Rows
+from dflash_mlx.hooks import subclassed
+from dflash_mlx.rounding import TOLERANCE, relative_difference
+
+
+def find_ropes(model: nn.Module) -> list[nn.Module]:
+    """Every rotary embedding in a model, whatever its kind is called."""
+    return [module for module in model.modules() if "rope" in type(module).__name__.lower()]
+
+
+@contextmanager
+def branched(ropes: Sequence[nn.Module], rows: Rows, depths: list[int], visible: np.ndarray) -> Iterator[None]:
+    """For one forward over a tree, (1, N + 1) tokens, the anchor first, of the model with these `find_ropes`.
+
+    depths: of each of the tree's rows, (N + 1,), counted from the anchor; visible: which of them each one sees, boolean
+    (N + 1, N + 1). Their keys and values are written after the length in this order; `keep_path` then leaves one path
+    there.
+    """
+    assert rows.count == 1
+    lengths = rows.lengths
+    # Of each position, which row of the tree it is: below 0 for the context.
+    row = mx.arange(lengths.capacity) - lengths.value
+    own = mx.take(mx.array(visible), mx.clip(row, 0, len(depths) - 1), axis=1)
+    mask = mx.where(row < 0, True, own & (row < len(depths)))
+    lengths.tree = lengths.value + mx.array(depths, dtype=mx.int32), mask
+    try:
+        with subclassed(ropes, _by_row):
+            yield
+    finally:
+        lengths.tree = None
+
+
+def keep_path(rows: Rows, base: int, path: Sequence[int]) -> None:
+    """Move the rows of `path`, in rising order, to the front of what was fed after `base` positions.
+
+    They are read before any is written: MLX copies a whole array that is written while a read of it is on its way.
+    """
+    first = next((i for i, row in enumerate(path) if row != i), None)
+    if first is None:
+        return
+    index = mx.array(list(path[first:])) + base
+    moved = [mx.take(array, index, axis=-2) for leaf in rows.attention for array in (leaf.keys, leaf.values)]
+    mx.eval(moved)
+    parts = iter(moved)
+    for leaf in rows.attention:
+        for array in (leaf.keys, leaf.values):
+            array[..., base + first : base + len(path), :] = next(parts)
+
+
+def works_with(model: nn.Module, vocab_size: int, make_cache: Callable[[], list[Any]]) -> bool:
+    """Whether a model of mlx-lm computes for the rows of a tree what it computes for each path by itself. Runs it."""
+    caches = make_cache()
+    ropes = find_ropes(model)
+    if not caches or any(type(layer_cache) is not KVCache for layer_cache in caches) or not ropes:
+        return False
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 11)
+    context, block, more = tokens[None, :5], tokens[None, 5:10], mx.array(tokens[None, 10:])
+    # Two paths after the anchor: rows 1 and 2, and rows 3 and 4.
+    visible = np.tril(np.ones((5, 5), dtype=bool))
+    visible[3:, 1:3] = False
+    path = [0, 3, 4]
+    try:
+        model(mx.array(context), cache=caches)
+        rows = Rows.of(caches, 5)
+        with branched(ropes, rows, [0, 1, 2, 1, 2], visible):
+            found = model(mx.array(block), cache=rows.layers)
+        keep_path(rows, 5, path)
+        rows.lengths.value = rows.lengths.value + len(path)
+        found = mx.concatenate([found, model(more, cache=rows.layers)], axis=1)
+        expected = []
+        for chain in (block[:, :3], block[:, path]):
+            fresh = make_cache()
+            model(mx.array(context), cache=fresh)
+            expected.append(model(mx.array(chain), cache=fresh))
+        expected = [expected[0], expected[1][:, 1:], model(more, cache=fresh)]
+        return relative_difference(found, mx.concatenate(expected, axis=1)) <= TOLERANCE[found.dtype]
+    except Exception:  # model code that wants a number for the offset may fail in any way
+        return False
+
+
+@cache
+def _by_row(kind: type[nn.Module]) -> type[nn.Module]:
+    """A rotary embedding that also takes a position for each row."""
+
+    def call(self: nn.Module, x: mx.array, offset: int | mx.array = 0, **kwargs: Any) -> mx.array:
+        """x: (1, heads, L, head_dim); offset: a number, or (L,)."""
+        if not isinstance(offset, mx.array) or offset.ndim == 0:
+            return kind.__call__(self, x, offset=offset, **kwargs)
+        # MLX takes a position for each item of a batch, so the rows become one.
+        return kind.__call__(self, x.transpose(2, 1, 0, 3), offset=offset, **kwargs).transpose(2, 1, 0, 3)
+
+    return type(f"ByRow{kind.__name__}", (kind,), {"__call__": call})

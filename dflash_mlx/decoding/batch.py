@@ -1,0 +1,155 @@
+"""The lanes of a batch, a row for each, and what the device holds for them: caches, drafter, anchors and positions.
+
+Lanes come and go between rounds. A row whose lane has left stays until the rows are put in order (`arrange`): it is
+computed along, and nobody looks at it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from dflash_mlx.caches.rows import Rows
+from dflash_mlx.caches.target_caches import BatchCaches, SingleCaches, TargetCaches
+from dflash_mlx.decoding.lane import Lane
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.steps import Drafts, Verdict, block_of
+from dflash_mlx.decoding.tree import DraftTree
+from dflash_mlx.drafters.contract import DraftState
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash_state import DFlashState
+from dflash_mlx.targets.target import Target
+
+
+class Batch:
+    """Answers of one target, and of one drafter or none.
+
+    rows: the lanes, None where one has left. at, anchors: (B,), where the next token of each row goes and which it is,
+    on the device. bounds: the most positions that each row can have then.
+    """
+
+    def __init__(self, target: Target, drafter: DFlashDrafter | None) -> None:
+        self.target, self.drafter = target, drafter
+        self.clear()
+
+    def clear(self) -> None:
+        """No lanes, no caches."""
+        self.rows: list[Lane | None] = []
+        self.bounds: list[int] = []
+        self.caches: TargetCaches | None = None
+        self.state: DraftState | None = None
+        self.at = self.anchors = mx.array([], dtype=mx.int32)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [lane for lane in self.rows if lane is not None]
+
+    @property
+    def commits_on_host(self) -> bool:
+        """Whether a round that is kept in part has to be committed before the next one is launched."""
+        assert self.caches is not None
+        return self.caches.commits_on_host
+
+    def forward(self, drafts: Drafts | DraftTree | None) -> tuple[mx.array, mx.array | None]:
+        """Launch the target over each row's anchor and drafts: logits (B, W + 1, V), features for the drafter."""
+        assert self.caches is not None
+        block = block_of(self.anchors, drafts)
+        self.bounds = [bound + block.shape[1] for bound in self.bounds]
+        tree = drafts if isinstance(drafts, DraftTree) else None
+        return self.caches.feed(self._run, block, at=self.at, room=max(self.bounds), tree=tree)
+
+    def move_on(self, verdict: Verdict) -> None:
+        """Let the next round begin where a round ends; what it keeps need not be known to the host."""
+        self.at = self.at + 1 if verdict.outcome.depth == 0 else self.at + 1 + verdict.outcome.num_accepted
+        self.anchors = verdict.outcome.next_anchor[:, 0]
+
+    def _run(self, tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array | None]:
+        if self.state is None:
+            return self.target.forward(tokens, caches), None
+        return self.target.forward_tapped(tokens, caches, self.state.taps)
+
+    def row_of(self, lane: Lane) -> int:
+        return self.rows.index(lane)
+
+    def give_back(self, row: int) -> None:
+        """Let a row's lane go: its session gets the caches of what was committed."""
+        lane, self.rows[row] = self.rows[row], None
+        assert lane is not None
+        assert self.caches is not None
+        length = len(lane.session.tokens)
+        self.caches.give_back(row, length, lane.session.target_cache)
+        if self.state is not None:
+            self.state.give_back(row, length, lane.session.draft_cache)
+        if not self.lanes:
+            self.clear()
+
+    def arrange(self, arriving: Sequence[Lane]) -> list[int]:
+        """Put the rows in order between rounds: new lanes take the rows of those that left, or follow the others.
+
+        Returns the rows of those that stay, as they were.
+        """
+        stay = [row for row, lane in enumerate(self.rows) if lane is not None]
+        if arriving:
+            self._take_in(list(arriving))
+        if any(lane is None for lane in self.rows):
+            self._keep([row for row, lane in enumerate(self.rows) if lane is not None])
+        return stay
+
+    def _take_in(self, lanes: list[Lane]) -> None:
+        others = [self._of(lane) for lane in lanes]
+        if not self.rows:
+            first, *others = others
+            vars(self).update(vars(first))
+        if not others:
+            return
+        assert isinstance(self.caches, BatchCaches)
+        free = [row for row, lane in enumerate(self.rows) if lane is None][: len(others)]
+        added = others[len(free) :]
+        numbers = [*free, *range(len(self.rows), len(self.rows) + len(added))]
+        self.caches.join([other.caches for other in others], free=free)
+        if self.state is not None:
+            self.state.join([other.state for other in others], free=free)
+        self.at = _placed(self.at, [other.at for other in others], numbers)
+        self.anchors = _placed(self.anchors, [other.anchors for other in others], numbers)
+        self.rows += [None] * len(added)
+        self.bounds += [0] * len(added)
+        for row, other in zip(numbers, others, strict=True):
+            self.rows[row], self.bounds[row] = other.rows[0], other.bounds[0]
+
+    def _of(self, lane: Lane) -> "Batch":
+        """A batch of one lane, whose session's caches move there."""
+        session, length = lane.session, len(lane.session.tokens)
+        single = Batch(self.target, self.drafter)
+        single.rows, single.bounds = [lane], [length]
+        single.at = mx.array([length], dtype=mx.int32)
+        single.anchors = mx.array([lane.anchor], dtype=mx.uint32)
+        if self.drafter is not None:
+            single.state = DFlashState(self.drafter, self.target, session.draft_cache, length)
+        single.caches = open_caches(session)
+        return single
+
+    def _keep(self, rows: list[int]) -> None:
+        assert isinstance(self.caches, BatchCaches)
+        self.caches.keep(rows)
+        if self.state is not None:
+            self.state.keep(rows)
+        index = mx.array(rows)
+        self.at, self.anchors = self.at[index], self.anchors[index]
+        self.rows, self.bounds = [self.rows[row] for row in rows], [self.bounds[row] for row in rows]
+
+
+def open_caches(session: Session) -> TargetCaches:
+    """A session's caches of the target as a batch of one row. They move there, until they are given back."""
+    target = session.target
+    if not target.takes_rows():
+        return SingleCaches(session.target_cache, session.rollback)
+    session.fill_empty()
+    return BatchCaches(Rows.of(session.target_cache, len(session.tokens)), target.layers, target.ropes)
+
+
+def _placed(own: mx.array, others: Sequence[mx.array], rows: Sequence[int]) -> mx.array:
+    """(B,) with the others' single values, (1,) each, in these rows; rows from B on are new."""
+    added = max(0, max(rows) + 1 - own.shape[0])
+    placed = mx.pad(own, (0, added)) if added else mx.array(own)
+    placed[mx.array(list(rows))] = mx.concatenate(list(others)).astype(own.dtype)
+    return placed

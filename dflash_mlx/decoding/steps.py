@@ -1,0 +1,199 @@
+"""The steps of a round, for all lanes of a batch at once: propose, verify, accept.
+
+Everything stays on the device. A row of an array belongs to the lane in the same place; a lane that has left in the
+meantime is None, and what is computed for its row is not looked at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.decoding.accept import Greedy, Outcome, for_trees, judge, match
+from dflash_mlx.decoding.constraint import Bits, mask_rows
+from dflash_mlx.decoding.lane import Lane
+from dflash_mlx.decoding.logprobs import TokenLogprob, pack_logprobs, unpack_logprobs
+from dflash_mlx.decoding.tree import BRANCHES, Candidates, DraftTree, Ranking, rank
+from dflash_mlx.drafters.contract import DraftState, Proposal
+from dflash_mlx.sampling import LogitsProcessor
+
+Lanes = Sequence[Lane | None]
+_GREEDY = Greedy()
+
+
+@dataclass
+class Drafts:
+    """Drafted chains: the tokens (B, W) after each anchor, as `logits` (B, W, n) gave them.
+
+    proposals: of each lane, where tokens are not just the best ones. limits: how many of a lane's drafts are to be
+    judged, by row, where that is not all of them. ranking: what a policy is to choose from.
+    """
+
+    tokens: mx.array
+    logits: mx.array
+    proposals: list[Proposal] | None = None
+    limits: dict[int, int] = field(default_factory=dict)
+    ranking: Ranking | None = None
+
+    @property
+    def width(self) -> int:
+        return int(self.tokens.shape[1])
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What the host will read, or may."""
+        return [self.tokens, *([self.ranking.packed] if self.ranking is not None else [])]
+
+    def of(self, row: int) -> Proposal | None:
+        """One lane's drafts, those that are to be judged."""
+        whole = self.proposals[row] if self.proposals else Proposal(self.tokens[row], self.logits[row])
+        width = self.limits.get(row, self.width)
+        return whole.shortened(width) if width else None
+
+    def shortened(self, width: int) -> "Drafts | None":
+        """The first `width` drafts of each lane, before any limits are set."""
+        if width >= self.width:
+            return self
+        if width <= 0:
+            return None
+        proposals = [p.shortened(width) for p in self.proposals] if self.proposals else None
+        return Drafts(self.tokens[:, :width], self.logits[:, :width], proposals)
+
+    def narrowed(self) -> "Drafts | None":
+        """Without the places where no lane has drafts that are to be judged."""
+        most = max(self.limits.get(row, self.width) for row in range(self.tokens.shape[0]))
+        narrow = self.shortened(most)
+        return replace(narrow, limits=self.limits) if narrow is not None else None
+
+    def take(self, rows: Sequence[int]) -> "Drafts":
+        """Those of some lanes only, before any limits are set."""
+        if len(rows) == self.tokens.shape[0]:
+            return self
+        index = mx.array(list(rows))
+        proposals = [self.proposals[row] for row in rows] if self.proposals else None
+        ranking = self.ranking.take(rows, self.tokens.shape[0]) if self.ranking is not None else None
+        return Drafts(self.tokens[index], self.logits[index], proposals, ranking=ranking)
+
+
+@dataclass
+class Verdict:
+    """A launched verification: its outcome is still on the device.
+
+    features: (B, L, taps * D), of the rows that may be kept, in the order in which they would be; logprobs: packed, by
+    lane.
+    """
+
+    outcome: Outcome
+    features: mx.array | None
+    logprobs: dict[int, mx.array]
+
+    def read_logprobs(self, row: int) -> list[TokenLogprob]:
+        return unpack_logprobs(self.logprobs[row]) if row in self.logprobs else []
+
+    @cached_property
+    def arrays(self) -> list[mx.array]:
+        """What the host will read."""
+        return [self.outcome.packed, *self.logprobs.values()]
+
+
+def propose(lanes: Lanes, state: DraftState, places: int, *, anchors: mx.array, at: mx.array, room: int) -> Drafts:
+    """Draft `places` tokens after the anchors (B,), which are at the positions `at` (B,); one pass of the drafter."""
+    draft = state.draft(anchors, at, places, room=room)
+    if state.supports_trees and all(lane is None or lane.is_plain_greedy for lane in lanes):
+        best = mx.argmax(draft.logits, axis=-1)
+        return Drafts(best if state.vocabulary is None else state.vocabulary.token_ids[best], draft.logits)
+    proposals = [
+        state.propose(_GREEDY if lane is None else lane.strategy, draft, row, anchors[row : row + 1], at[row] + 1)
+        for row, lane in enumerate(lanes)
+    ]
+    return Drafts(mx.stack([proposal.tokens for proposal in proposals]), draft.logits, proposals)
+
+
+def consider(lanes: Lanes, state: DraftState, drafts: Drafts, at: mx.array, *, branches: bool) -> Ranking:
+    """What a policy is to choose from: a tree's drafts, for a single lane, or the width of chains.
+
+    The chance that a chain is kept is that of its places' best tokens: it depends on the context alone, not on the
+    tokens drawn, so choosing a width by it does not bias sampling.
+    """
+    ids = state.vocabulary.token_ids if state.vocabulary else None
+    if branches:
+        [lane] = lanes
+        assert lane is not None
+        preferences = for_trees(lane.strategy).preferences(drafts.logits[0], at[0] + 1, state.vocabulary)
+        return rank(preferences, BRANCHES, ids)
+    return rank(drafts.logits.reshape(-1, drafts.logits.shape[-1]), 1, ids)
+
+
+def candidates_of(ranking: Ranking, lanes: int) -> list[Candidates]:
+    """What `consider` found, read by the host, for each lane."""
+    found = ranking.read()
+    ids, log_probs = (np.split(part, lanes) for part in (found.token_ids, found.log_probs))
+    return [Candidates(*parts) for parts in zip(ids, log_probs, strict=True)]
+
+
+def block_of(anchors: mx.array, drafts: Drafts | DraftTree | None) -> mx.array:
+    """What the target is fed: the anchors (B,) and after each its drafts, (B, W + 1)."""
+    block = [anchors.astype(mx.uint32)[:, None]]
+    if isinstance(drafts, DraftTree):
+        block.append(mx.array(drafts.tokens)[None])
+    elif drafts is not None:
+        block.append(drafts.tokens.astype(mx.uint32))
+    return block[0] if len(block) == 1 else mx.concatenate(block, axis=1)
+
+
+def accept(
+    lanes: Lanes,
+    drafts: Drafts | DraftTree | None,
+    logits: mx.array,
+    features: mx.array | None,
+    *,
+    at: mx.array,
+    histories: dict[int, mx.array],
+    bits: dict[int, Bits],
+) -> Verdict:
+    """Judge the drafts by the target's logits (B, W + 1, V) for the anchors, at positions `at` (B,), and each draft.
+
+    histories: the tokens up to a lane's anchor, for its processors; bits: what may come at a lane's rows.
+    """
+    if isinstance(drafts, DraftTree):
+        [lane] = lanes
+        assert lane is not None
+        outcome = judge(for_trees(lane.strategy), drafts, logits[0], at[0] + 1)
+        assert outcome.path is not None
+        count = lane.top_logprobs
+        packed = {} if count is None else {0: pack_logprobs(logits[0][outcome.path], outcome.tokens, count)}
+        kept = features[:, outcome.path] if features is not None else None
+        return Verdict(Outcome.stack([outcome], outcome.depth), kept, packed)
+    if all(lane is None or lane.is_plain_greedy for lane in lanes):
+        return Verdict(match(drafts.tokens if drafts else None, mx.argmax(logits, axis=-1)), features, {})
+    outcomes, packed = [], {}
+    for row, lane in enumerate(lanes):
+        proposal = drafts.of(row) if drafts else None
+        rows = logits[row, : proposal.width + 1 if proposal else 1]
+        if lane is None:
+            outcomes.append(match(proposal.tokens if proposal else None, mx.argmax(rows, axis=-1)))
+            continue
+        if lane.processors:
+            rows = process_rows(rows, proposal, histories[row], lane.processors)
+        if row in bits:
+            rows = mask_rows(rows, bits[row])
+        outcomes.append(lane.strategy.accept(proposal, rows, at[row] + 1))
+        if lane.top_logprobs is not None:
+            packed[row] = pack_logprobs(rows, outcomes[-1].tokens, lane.top_logprobs)
+    return Verdict(Outcome.stack(outcomes, drafts.width if drafts else 0), features, packed)
+
+
+def process_rows(
+    rows: mx.array, proposal: Proposal | None, history: mx.array, processors: list[LogitsProcessor]
+) -> mx.array:
+    """Apply bias and penalties to each row (W + 1, V) with the tokens that precede it: history, then drafts."""
+    processed = []
+    for i in range(rows.shape[0]):
+        before = mx.concatenate([history, proposal.tokens[:i].astype(history.dtype)]) if proposal and i else history
+        row = rows[i : i + 1]
+        for processor in processors:
+            row = processor(before, row)
+        processed.append(row)
+    return mx.concatenate(processed)

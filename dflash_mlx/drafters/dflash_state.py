@@ -1,0 +1,103 @@
+"""A DFlash drafter at work on a batch of answers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from dflash_mlx.caches.rows import Rows
+from dflash_mlx.drafters.contract import Chooser, Draft, DraftVocabulary, Proposal
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash2 import DFlash2Drafter
+from dflash_mlx.drafters.path import propose_path
+from dflash_mlx.targets.target import Target
+
+# While nothing is drafted, features wait for the drafter in batches of this many tokens.
+_MAX_PENDING = 64
+
+
+class DFlashState:
+    """See `contract.DraftState`. `caches` hold the first `length` positions of one answer, and move over here."""
+
+    def __init__(self, drafter: DFlashDrafter, target: Target, caches: Sequence[KVCache], length: int) -> None:
+        self.drafter, self.target = drafter, target
+        self.vocabulary = draft_vocabulary(drafter, target)
+        self.supports_trees = drafter.supports_trees
+        self.taps = drafter.config.target_layer_ids
+        self.rows = Rows.of(drafter.filled(caches), length)
+        self._pending: list[mx.array] = []
+        self._pending_at = self.rows.lengths.value
+        self._pending_kept = True
+
+    def extend(self, features: mx.array, at: mx.array, *, room: int, all_kept: bool) -> None:
+        if self._pending and not self._pending_kept:
+            self.absorb()
+        if not self._pending:
+            self._pending_at = at
+        self._pending.append(features)
+        self._pending_kept = all_kept
+        self.rows.reserve(room)
+        if len(self._pending) >= _MAX_PENDING:
+            self.absorb()
+
+    def absorb(self) -> None:
+        """Turn the features that wait into keys and values."""
+        if self._pending:
+            features = self._pending[0] if len(self._pending) == 1 else mx.concatenate(self._pending, axis=1)
+            self._pending = []
+            self.rows.lengths.value = self._pending_at
+            self.drafter.extend_context(features, self.rows.layers)
+
+    def draft(self, anchors: mx.array, at: mx.array, places: int, *, room: int) -> Draft:
+        self.absorb()
+        self.rows.reserve(room)
+        self.rows.lengths.value = at
+        masks = mx.full((anchors.shape[0], places), self.drafter.config.mask_token_id, dtype=mx.uint32)
+        block = mx.concatenate([anchors.astype(mx.uint32)[:, None], masks], axis=1)
+        hidden = self.drafter(self.drafter.embed_block(block, self.target.embed), self.rows)[:, 1:]
+        return Draft(draft_logits(self.drafter, self.target, hidden), hidden)
+
+    def propose(self, chooser: Chooser, draft: Draft, row: int, anchor: mx.array, position: mx.array) -> Proposal:
+        if not isinstance(self.drafter, DFlash2Drafter):
+            return chooser.propose(draft.logits[row], position, self.vocabulary)
+        return propose_path(
+            self.drafter.candidate_selector,
+            chooser,
+            hidden=draft.hidden[row],
+            logits=draft.logits[row],
+            anchor=anchor,
+            position=position,
+            vocabulary=self.vocabulary or DraftVocabulary(mx.arange(draft.logits.shape[-1]), self.target.vocab_size),
+        )
+
+    def layers(self) -> list[Any]:
+        self.absorb()
+        return self.rows.layers
+
+    def join(self, others: Sequence["DFlashState"], *, free: Sequence[int]) -> None:
+        for state in (self, *others):
+            state.absorb()
+        self.rows.join([other.rows for other in others], free=free)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.absorb()
+        self.rows.keep(rows)
+
+    def give_back(self, row: int, length: int, caches: list[Any]) -> None:
+        self.absorb()
+        self.rows.give_back(row, length, caches)
+
+
+def draft_vocabulary(drafter: DFlashDrafter, target: Target) -> DraftVocabulary | None:
+    """The tokens that may be drafted, or None for all of them."""
+    ids = drafter.config.draft_token_ids
+    return DraftVocabulary(mx.array(ids), target.vocab_size) if ids else None
+
+
+def draft_logits(drafter: DFlashDrafter, target: Target, hidden: mx.array) -> mx.array:
+    """The drafter's logits for its hidden states, (..., D) -> (..., V), or (..., n) for the n tokens it may draft."""
+    ids = drafter.config.draft_token_ids
+    own = drafter.lm_head if drafter.config.own_head else None
+    head = own or (target.head_for(ids) if ids else target.head)
+    return drafter.adjust_logits(head(hidden))

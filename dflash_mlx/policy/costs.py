@@ -1,0 +1,211 @@
+"""What a round costs on this machine, by width: measured once for a pair and remembered on disk."""
+
+import hashlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.engine import can_branch, decode
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.tree import BRANCHES, rank, wide_sizes
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash_state import DFlashState
+from dflash_mlx.hub.registry import cache_home
+from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
+from dflash_mlx.policy.width import STEEP, FixedWidth, RoundCosts
+from dflash_mlx.runtime import backend
+from dflash_mlx.targets.target import Target
+
+_SCHEMA = 7
+_PROMPT_TOKENS = 64
+# Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and `_SECONDS_A_WIDTH`.
+_WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 40
+_SECONDS_A_WIDTH = 0.2
+# A round this much slower than a wider one was disturbed.
+_DISTURBED = 1.25
+# Measuring stops after about this long; widths not reached are interpolated.
+_SECONDS_TO_SPEND = 4.0
+
+
+def load_or_measure(
+    target: Target,
+    drafter: DFlashDrafter,
+    *,
+    block_size: int,
+    folders: tuple[Path, ...],
+    dtype: mx.Dtype,
+    report: Callable[[str, float | None], None] | None = None,
+) -> PairCosts:
+    """The costs of a round, from disk when this pair was measured on this machine before."""
+    path = cache_home() / "round-costs" / f"{_fingerprint(folders, block_size, dtype)}.json"
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return PairCosts(_from_json(stored["chains"]), _from_json(stored["trees"]) if stored["trees"] else None)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        pass  # Not measured yet, or a file that cannot be used: measure.
+    if report is not None:
+        report("measuring this machine (once for this pair)", None)
+    costs = measure(target, drafter, block_size=block_size)
+    if not plausible(costs):
+        costs = measure(target, drafter, block_size=block_size)
+    # What other work on the machine has spoilt serves for now, and is not remembered.
+    if plausible(costs):
+        _store(path, costs)
+    return costs
+
+
+def plausible(costs: PairCosts) -> bool:
+    """Whether no round is measured as much slower than a wider one, which would be other programs' doing."""
+    tables = [kind.round_seconds for kind in (costs.chains, costs.trees) if kind is not None]
+    return all(
+        table[narrow] <= _DISTURBED * table[wide]
+        for table in tables
+        for narrow in table
+        for wide in table
+        if wide > narrow
+    )
+
+
+def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> PairCosts:
+    """Time real rounds of the decode loop at several widths, and drafts alone; the most telling widths first.
+
+    Rounds are timed the way they will run: a chain's queued behind the last one or, where width costs much, after
+    waiting for the draft, by which its width is then chosen. A tree's always wait, so where chains do, too, trees are
+    all that is measured further.
+    """
+    ends_at = time.perf_counter() + _SECONDS_TO_SPEND
+    places = block_size - 1
+
+    def timed(width: int, *, tree: bool = False, waits: bool = False) -> float:
+        policy = FixedWidth(width, places=places if tree else 0, reads_confidence=waits)
+        return _round_seconds(target, drafter, policy)
+
+    chains = {width: timed(width) for width in {1, places}}
+    steep = chains[places] > STEEP * chains[1]
+    trees: dict[int, float] = {}
+    if can_branch(target, drafter):
+        seconds = timed(places, tree=True)
+        if seconds <= MOST_GAIN * chains[places]:
+            trees[places] = seconds
+    if steep and not trees:
+        chains.clear()
+
+    plain = timed(0)
+    chains[0] = plain
+    if trees:
+        trees[0] = plain
+    drafts: dict[int, float] = {}
+    wide = wide_sizes(places)
+    for width in dict.fromkeys([places, 1, places // 2, wide[0], 3, wide[1], 2, 5, 4, 11]):
+        if len(drafts) >= 3 and time.perf_counter() > ends_at:
+            break
+        if 0 < width <= places:
+            drafts[width] = _draft_seconds(target, drafter, width)
+            if width not in chains and not (steep and trees):
+                chains[width] = timed(width, waits=steep)
+        if trees and width not in trees and (width <= places or width in wide):
+            trees[width] = timed(width, tree=True)
+    return PairCosts(
+        RoundCosts(chains, drafts, steep=steep),
+        RoundCosts(trees, drafts, steep=steep, places=places) if trees else None,
+    )
+
+
+def _round_seconds(target: Target, drafter: DFlashDrafter, policy: FixedWidth) -> float:
+    session = Session(target, drafter)
+    prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
+    times: list[float] = []
+    steps = decode(
+        session,
+        prompt,
+        strategy=Greedy(),
+        policy=policy,
+        # As many tokens as rounds could gain, so that none is cut short.
+        max_tokens=(_MOST_ROUNDS + 3) * (max(policy.width, policy.places) + 1),
+        eos_ids=set(),
+    )
+    # The first step is the prompt's own.
+    next(steps)
+    last = time.perf_counter()
+    for _, _ in zip(range(_MOST_ROUNDS), steps, strict=False):
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+        timed = times[_WARM_UP_ROUNDS:]
+        if len(timed) >= _TIMED_ROUNDS and sum(timed) > _SECONDS_A_WIDTH:
+            break
+    steps.close()
+    return statistics.median(times[_WARM_UP_ROUNDS:])
+
+
+def _draft_seconds(target: Target, drafter: DFlashDrafter, width: int) -> float:
+    """A draft with its candidates, alone; less than the difference between two rounds, which overlap."""
+    session = Session(target, drafter)
+    session.feed([0] * _PROMPT_TOKENS)
+    state = DFlashState(drafter, target, session.draft_cache, _PROMPT_TOKENS)
+    at, anchors = mx.array([_PROMPT_TOKENS]), mx.array([0])
+    times = []
+    for _ in range(1 + _TIMED_ROUNDS):
+        started = time.perf_counter()
+        draft = state.draft(anchors, at, width, room=_PROMPT_TOKENS + width + 1)
+        mx.eval(rank(draft.logits[0], BRANCHES, state.vocabulary.token_ids if state.vocabulary else None).packed)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def _to_json(costs: RoundCosts) -> dict[str, Any]:
+    return {
+        "round_seconds": costs.round_seconds,
+        "draft_seconds": costs.draft_seconds,
+        "steep": costs.steep,
+        "places": costs.places,
+    }
+
+
+def _from_json(stored: dict[str, Any]) -> RoundCosts:
+    rounds, drafts = (
+        {int(width): float(seconds) for width, seconds in stored[name].items()}
+        for name in ("round_seconds", "draft_seconds")
+    )
+    return RoundCosts(rounds, drafts, steep=bool(stored["steep"]), places=int(stored["places"]))
+
+
+def _fingerprint(folders: tuple[Path, ...], block_size: int, dtype: mx.Dtype) -> str:
+    """Changes with anything that changes what a round costs."""
+    machine = backend()
+    parts = [
+        _SCHEMA,
+        machine.kind,
+        machine.chip,
+        machine.mlx_version,
+        machine.blas,
+        os.cpu_count(),
+        block_size,
+        dtype,
+    ]
+    digest = hashlib.sha256("|".join(map(str, parts)).encode())
+    for folder in folders:
+        digest.update((folder / "config.json").read_bytes())
+        for file in sorted(folder.glob("*.safetensors")):
+            digest.update(f"{file.name}:{file.stat().st_size}".encode())
+    return digest.hexdigest()[:24]
+
+
+def _store(path: Path, costs: PairCosts) -> None:
+    """Write the costs; a read-only cache folder only means that they are measured again next time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            stored = {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None}
+            json.dump(stored, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass

@@ -1,0 +1,152 @@
+"""How many drafts to verify in the rounds that several lanes share.
+
+All lanes verify chains of one width, 0 included (plain batched decoding): drafting and batching use up the same thing,
+the rows that a pass of the target takes at little more cost than one. So the width is the one with the most expected
+tokens a second, of all lanes, by the measured cost of a pass over lanes x (width + 1) rows. Trees are for single lanes:
+a tree's rows buy few tokens each, and many lanes have better use for them.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_mlx.decoding.policies import RoundReport
+from dflash_mlx.decoding.tree import Candidates
+from dflash_mlx.policy.pauses import Pauses
+from dflash_mlx.policy.width import FADE, HYSTERESIS, STEEP, AcceptanceEstimate
+
+
+@dataclass
+class FixedGroup:
+    """Always the same width."""
+
+    width: int
+    reads_confidence: bool = False
+
+    def next_width(self, lanes: int) -> int:
+        return self.width
+
+    def choose(self, candidates: Sequence[Candidates]) -> int:
+        return candidates[0].depth
+
+    def observe(self, report: RoundReport) -> None:
+        pass
+
+
+@dataclass
+class GroupCosts:
+    """Seconds of the parts of a shared round, measured at some numbers and interpolated between.
+
+    plain: a round without drafts, by lanes. verify: a pass of the target and its judgement, by rows of all lanes
+    together. draft: a pass of the drafter, by rows. `observe` follows slow changes.
+    """
+
+    plain: Mapping[int, float]
+    verify: Mapping[int, float]
+    draft: Mapping[int, float]
+    _drift: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
+
+    def round(self, lanes: int, width: int, *, drafted: int | None = None) -> float:
+        """A round of so many lanes that verifies `width` drafts of `drafted` places each (as many, when None)."""
+        drafted = width if drafted is None else drafted
+        drafting = interpolate(self.draft, lanes * (drafted + 1)) if drafted else 0.0
+        rows = lanes * (width + 1)
+        passed = interpolate(self.verify, rows) if width else interpolate(self.plain, lanes)
+        return (passed + drafting) * self._drift[drafted > 0]
+
+    def observe(self, seconds: float, lanes: int, width: int, drafted: int) -> None:
+        """Follow slow changes (a warm machine, longer contexts); a single outlier counts little."""
+        ratio = seconds / self.round(lanes, width, drafted=drafted)
+        self._drift[drafted > 0] *= min(max(ratio, 0.5), 2.0) ** 0.1
+
+
+def interpolate(table: Mapping[int, float], at: int) -> float:
+    """Piecewise linear; beyond the last number it goes on in proportion, before the first it stays."""
+    known = sorted(table)
+    if at > known[-1]:
+        return table[known[-1]] * at / known[-1]
+    return float(np.interp(at, known, [table[number] for number in known]))
+
+
+def rising(table: Mapping[int, float]) -> dict[int, float]:
+    """The closest table whose values never fall: more rows never cost less (pool adjacent violators)."""
+    pools: list[tuple[float, list[int]]] = []
+    for number in sorted(table):
+        pools.append((table[number], [number]))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (low, below), (high, above) = pools[-2], pools[-1]
+            mean = (low * len(below) + high * len(above)) / (len(below) + len(above))
+            pools[-2:] = [(mean, below + above)]
+    return {number: value for value, numbers in pools for number in numbers}
+
+
+class GroupWidth:
+    """The width with the most expected tokens a second, of all lanes together.
+
+    Where a wider round costs more, by the drafter's probabilities in each round: the sum of the chances that each lane
+    keeps its drafts. Where it does not, by the acceptance of the rounds so far: then the host never waits for a draft.
+    """
+
+    def __init__(self, costs: GroupCosts, places: int) -> None:
+        """places: the most that the drafter can draft."""
+        self.costs, self.places = costs, places
+        self.estimate = AcceptanceEstimate()
+        self.pauses = Pauses()
+        self._lanes, self._width = 2, 0
+        self._depths: deque[int] = deque([min(4, places)], maxlen=6)
+        # Kept drafts, and what the confidence promised, of the drafts judged so far, by lane.
+        self._kept = self._promised = 20.0
+        self._expected = 0.0
+
+    @property
+    def reads_confidence(self) -> bool:
+        return self.costs.round(self._lanes, self.places) > STEEP * self.costs.round(self._lanes, 1)
+
+    def next_width(self, lanes: int) -> int:
+        self._lanes = lanes
+        if self.pauses.take_rest():
+            return 0
+        if self.reads_confidence:
+            # Drafting costs time too: not much further than drafts were lately.
+            return min(self.places, max(self._depths) + 2)
+        speeds = self._speeds(lanes)
+        best = max(speeds, key=lambda width: speeds[width])
+        if self._width not in speeds or speeds[best] > HYSTERESIS * speeds[self._width]:
+            self._width = best
+        return self._width
+
+    def choose(self, candidates: Sequence[Candidates]) -> int:
+        lanes, drafted = len(candidates), candidates[0].depth
+        chances = np.exp([c.log_probs[:, 0].astype(np.float64) for c in candidates]) * (self._kept / self._promised)
+        expected = np.cumprod(np.minimum(chances, 0.995), axis=1).mean(axis=0).cumsum()
+        gains = np.concatenate([[0.0], expected])
+        speed = self.pauses.speed or 1.0 / self.costs.round(lanes, 0)
+        values = [1.0 + gain - speed * self.costs.round(lanes, w, drafted=drafted) for w, gain in enumerate(gains)]
+        width = int(np.argmax(values))
+        self._depths.append(width)
+        self._expected = float(gains[width]) * self._promised / self._kept
+        return width
+
+    def observe(self, report: RoundReport) -> None:
+        if report.seconds is not None:
+            self.costs.observe(report.seconds, report.rows, report.width, report.drafted)
+        if report.drafted == 0 or not report.kept:
+            return
+        kept = [num_accepted for _, num_accepted, _ in report.kept]
+        mean = sum(kept) / len(kept)
+        if report.width:
+            for num_accepted in kept:
+                self.estimate.observe(report.width, num_accepted, fade=FADE ** (1 / len(kept)))
+            if self._expected:
+                self._kept = FADE * self._kept + mean
+                self._promised = FADE * self._promised + self._expected
+        self._expected = 0.0
+        seconds = self.costs.round(report.rows, report.width, drafted=report.drafted)
+        self.pauses.observe(mean + 1, seconds, self.costs.round(report.rows, 0))
+
+    def _speeds(self, lanes: int) -> dict[int, float]:
+        """Expected tokens a second of a lane, by width."""
+        expected = self.estimate.expected_tokens(self.places)
+        return {width: expected[width] / self.costs.round(lanes, width) for width in range(1, self.places + 1)}

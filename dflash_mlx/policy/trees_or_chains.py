@@ -1,0 +1,156 @@
+"""Trees of drafts or chains: whichever gains more tokens a second on this machine, for this pair and this text.
+
+A tree gains more tokens than a chain, the more so the less the drafter is sure of; but its round takes longer, above
+all where a chain's could be queued behind the last one. Trees are compared with chains while they are used: the
+drafter's probabilities say what either would gain, and the machine was measured. While chains are used, nothing is
+known of trees, so now and then a few rounds go to them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_mlx.decoding.policies import WidthPolicy
+from dflash_mlx.decoding.tree import Candidates, DraftTree
+from dflash_mlx.policy.width import AcceptanceEstimate, ConfidentWidth, RoundCosts, SteadyWidth
+
+# More than trees have been seen to gain by a chain's tokens: the demo pair's gain 1.42 times as many on the built-in
+# prompts and 1.14 times on its own answers. Where they take so much longer, they are not tried.
+MOST_GAIN = 1.6
+# A change must promise this much.
+_HYSTERESIS = 1.05
+# Rounds of trees before a change to chains, and of chains before the next look at trees, which comes less and less
+# often while it changes nothing.
+_LOOK, _FIRST_STAY, _LONGEST_STAY = 8, 64, 512
+_FADE = 0.9
+# The same for what trees gain beyond their promise, and for how many tokens it is taken to be nothing at first.
+_SLOW_FADE, _PRIOR_TOKENS = 0.99, 100.0
+
+
+@dataclass
+class PairCosts:
+    """What rounds of chains and, where the target takes them and they may pay, of trees cost."""
+
+    chains: RoundCosts
+    trees: RoundCosts | None = None
+
+
+@dataclass
+class Experience:
+    """What answers teach the next one: which drafts are kept, and which kind of drafts is used.
+
+    chains: not trees; stayed: rounds drafted with chains since the last look at trees; stay: how many to the next one.
+    lead: how many times as fast as chains trees were when last compared, None before.
+    gained, promised: tokens of rounds of trees, by the outcome and by the drafter's probabilities, decayed sums. The
+    demo pair's gain an eighth more than promised: where the first guess is right, the next is likelier to be.
+    """
+
+    estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
+    chains: bool = False
+    stayed: int = 0
+    stay: int = _FIRST_STAY
+    lead: float | None = None
+    gained: float = _PRIOR_TOKENS
+    promised: float = _PRIOR_TOKENS
+
+
+class _Look:
+    """Rounds of trees compared with chains: `count`, and decayed sums of what they promised."""
+
+    def __init__(self, places: int) -> None:
+        self.count = 0
+        self.rounds = self.tokens = self.seconds = 0.0
+        # Tokens that chains of 0 to `places` of the same drafts would have been expected to gain.
+        self.chain_tokens = np.zeros(places + 1)
+
+    def add(self, *, tokens: float, seconds: float, best: np.ndarray) -> None:
+        """A tree of `tokens` and `seconds`; best: the chance of the likeliest token at each place drafted."""
+        gains = 1.0 + np.cumsum(np.cumprod(best))
+        missing = len(self.chain_tokens) - 1 - len(gains)
+        self.count += 1
+        self.rounds = _FADE * self.rounds + 1
+        self.tokens = _FADE * self.tokens + tokens
+        self.seconds = _FADE * self.seconds + seconds
+        self.chain_tokens = _FADE * self.chain_tokens + np.concatenate([[1.0], gains, np.full(missing, gains[-1])])
+
+    def speed_of_chains(self, costs: RoundCosts) -> float:
+        """Tokens a second of chains, at their best width."""
+        return max(
+            tokens / (self.rounds * costs.round(width)) for width, tokens in enumerate(self.chain_tokens) if width
+        )
+
+
+def choose_policy(costs: PairCosts, places: int, experience: Experience | None = None) -> WidthPolicy:
+    """The policy for a machine with these costs and a drafter that drafts at most `places` places."""
+    experience = experience or Experience()
+    if costs.trees is None:
+        if costs.chains.steep:
+            return ConfidentWidth(costs.chains, places)
+        return SteadyWidth(costs.chains, places, experience.estimate)
+    if costs.chains.steep:
+        return ConfidentWidth(costs.trees, places)
+    return TreesOrChains(costs.chains, costs.trees, places, experience)
+
+
+class TreesOrChains:
+    """Rounds of trees by `ConfidentWidth` or of chains by `SteadyWidth`."""
+
+    branches = True
+
+    def __init__(self, chains: RoundCosts, trees: RoundCosts, places: int, experience: Experience) -> None:
+        self.chains = SteadyWidth(chains, places, experience.estimate)
+        self.trees = ConfidentWidth(trees, places)
+        self.experience = experience
+        self._grown = False
+        self._look = _Look(places)
+
+    @property
+    def reads_confidence(self) -> bool:
+        return not self.experience.chains
+
+    def next_width(self) -> int:
+        return self.chains.next_width() if self.experience.chains else self.trees.next_width()
+
+    def choose(self, candidates: Candidates) -> DraftTree:
+        self._grown = True
+        tree = self.trees.choose(candidates)
+        if candidates.depth and candidates.token_ids.shape[1] > 1:
+            best = np.exp(candidates.log_probs[:, 0].astype(np.float64)) * self.trees.calibration
+            seconds = self.trees.costs.round(tree.size, drafted=candidates.depth)
+            self._look.add(tokens=self.trees.expected, seconds=seconds, best=np.minimum(best, 1.0))
+        return tree
+
+    def observe(
+        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
+    ) -> None:
+        now = self.experience
+        grown, self._grown = self._grown, False
+        # A plain round, at an answer's ends or in a pause, tells something of the kind that is used.
+        policy: WidthPolicy = self.trees if grown or (drafted == 0 and not now.chains) else self.chains
+        promised = self.trees.expected
+        policy.observe(drafted=drafted, width=width, num_accepted=num_accepted, path=path, seconds=seconds)
+        if drafted == 0:
+            return
+        if grown and width:
+            now.gained = _SLOW_FADE * now.gained + num_accepted + 1
+            now.promised = _SLOW_FADE * now.promised + promised
+        if now.chains:
+            now.stayed += 1
+            # Where chains do not pay, trees still may.
+            paused = self.chains.pauses.resting > 0 and (now.lead is None or now.lead > 1)
+            if now.stayed >= now.stay or paused:
+                now.chains, now.stayed, now.stay = False, 0, min(2 * now.stay, _LONGEST_STAY)
+                self._look = _Look(self.trees.places)
+        elif self._look.count >= _LOOK or (self._look.count and self.trees.pauses.resting > 0):
+            speed = self._look.tokens * now.gained / now.promised / self._look.seconds
+            now.lead = speed / self._look.speed_of_chains(self.chains.costs)
+            if now.lead < 1 / _HYSTERESIS:
+                now.chains = True
+            else:
+                now.stay = _FIRST_STAY
+
+    def take_notice(self) -> str | None:
+        """A pause of either kind matters only while that kind is used."""
+        notices = self.trees.take_notice(), self.chains.take_notice()
+        return notices[self.experience.chains]

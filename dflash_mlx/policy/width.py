@@ -1,0 +1,259 @@
+"""How many drafts to verify in a round, and which.
+
+A wider round gains more tokens and costs more time; how much of either depends on the machine, the pair and the text.
+So the cost of a round is measured on the user's machine, and the width is the one with the most expected tokens a
+second. Two policies do that:
+
+- `ConfidentWidth`: each round's own drafts, a tree's or a chain's, from the drafter's probabilities.
+- `SteadyWidth`: chains of one width, from the acceptance of the rounds so far. The host never waits for a draft, which
+  is faster where width costs little.
+
+Where both are open, with trees, trees_or_chains.py decides. Where drafting does not pay, all pause, say so, and try
+again later.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from dflash_mlx.decoding.tree import Candidates, DraftTree, Node, grow
+from dflash_mlx.policy.pauses import Pauses
+
+# How much one more round lets the past fade: a memory of about 25 rounds.
+FADE = 0.96
+# Weight, in observations, of the assumption that a position is kept as often as the one before it.
+_PRIOR_WEIGHT, _PRIOR_RATE = 2.0, 0.75
+# A change of width must promise this much, so that noise does not make it flutter.
+HYSTERESIS = 1.03
+# From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait.
+STEEP = 1.25
+
+
+@dataclass
+class FixedWidth:
+    """Always the same width: a chain, or the likeliest tree within `places` places when that is not 0."""
+
+    width: int
+    places: int = 0
+    reads_confidence: bool = False
+
+    def __post_init__(self) -> None:
+        self.reads_confidence = self.reads_confidence or self.branches
+
+    @property
+    def branches(self) -> bool:
+        return self.places > 0
+
+    def next_width(self) -> int:
+        return self.places if self.branches and self.width else self.width
+
+    def choose(self, candidates: Candidates) -> DraftTree:
+        nodes = (node for node in grow(candidates) if node.chance > 0)
+        return DraftTree.of(list(islice(nodes, self.width)), candidates)
+
+    def observe(
+        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
+    ) -> None:
+        pass
+
+    def take_notice(self) -> str | None:
+        return None
+
+
+@dataclass
+class RoundCosts:
+    """Seconds a round takes by width, and its draft's share by places; measured at some and interpolated between.
+
+    steep: width costs much (more than `STEEP`). places: rounds were measured as trees of drafts at this many places,
+    and are to be trees; 0: as chains. `observe` keeps the totals up to date while rounds are timed.
+    """
+
+    round_seconds: dict[int, float]
+    draft_seconds: dict[int, float]
+    steep: bool
+    places: int = 0
+    _drift: float = 1.0
+
+    def round(self, width: int, *, drafted: int | None = None) -> float:
+        """A round that verifies `width` drafts of `drafted` places (as many as when it was measured, when None)."""
+        measured = (self.places or width) if width else 0
+        drafted = measured if drafted is None else drafted
+        extra = self._draft(drafted) - self._draft(measured)
+        return (_interpolate(self.round_seconds, width) + extra) * self._drift
+
+    def observe(self, seconds: float, width: int, drafted: int) -> None:
+        """Follow slow changes (a warm machine, a longer context); a single outlier counts little."""
+        ratio = seconds / self.round(width, drafted=drafted)
+        self._drift *= min(max(ratio, 0.5), 2.0) ** 0.05
+
+    @property
+    def plain(self) -> float:
+        return self.round(0)
+
+    def _draft(self, width: int) -> float:
+        return _interpolate(self.draft_seconds, width) if width else 0.0
+
+
+def _interpolate(table: dict[int, float], width: int) -> float:
+    """Piecewise linear; constant outside. Width 0 has no draft and is never interpolated from."""
+    if width in table:
+        return table[width]
+    known = sorted(w for w in table if w > 0)
+    below = max((w for w in known if w < width), default=known[0])
+    above = min((w for w in known if w > width), default=known[-1])
+    if below == above:
+        return table[below]
+    return table[below] + (table[above] - table[below]) * (width - below) / (above - below)
+
+
+@dataclass
+class AcceptanceEstimate:
+    """How likely each draft position is kept, given that all before it were; the recent past counts most."""
+
+    tried: list[float] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+
+    def observe(self, width: int, num_accepted: int, *, fade: float = FADE) -> None:
+        self.fade(fade)
+        reached = min(num_accepted + 1, width)
+        for counts in (self.tried, self.kept):
+            counts.extend([0.0] * (reached - len(counts)))
+        for i in range(reached):
+            self.tried[i] += 1.0
+        for i in range(min(num_accepted, width)):
+            self.kept[i] += 1.0
+
+    def fade(self, factor: float) -> None:
+        self.tried = [count * factor for count in self.tried]
+        self.kept = [count * factor for count in self.kept]
+
+    def expected_tokens(self, widest: int) -> list[float]:
+        """Tokens that rounds of width 0 to `widest` gain on average. A position rarely reached is taken to be like the
+        one before it."""
+        total, survival, rate = 1.0, 1.0, _PRIOR_RATE
+        totals = [total]
+        for i in range(widest):
+            tried, kept = (self.tried[i], self.kept[i]) if i < len(self.tried) else (0.0, 0.0)
+            rate = (kept + _PRIOR_WEIGHT * rate) / (tried + _PRIOR_WEIGHT)
+            survival *= rate
+            total += survival
+            totals.append(total)
+        return totals
+
+
+class SteadyWidth:
+    """The one width with the most expected tokens a second, by the acceptance of the rounds so far."""
+
+    reads_confidence = branches = False
+
+    def __init__(self, costs: RoundCosts, widest: int, estimate: AcceptanceEstimate | None = None) -> None:
+        self.costs, self.widest = costs, widest
+        self.estimate = estimate if estimate is not None else AcceptanceEstimate()
+        # What an earlier answer taught is a hint about this one, not knowledge.
+        self.estimate.fade(0.2)
+        self.pauses = Pauses()
+        speeds = self._speeds()
+        self.width = max(speeds, key=lambda width: speeds[width])
+
+    def next_width(self) -> int:
+        return 0 if self.pauses.take_rest() else self.width
+
+    def choose(self, candidates: Candidates) -> DraftTree:
+        return DraftTree.of(list(islice(grow(candidates), self.width)), candidates)
+
+    def observe(
+        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
+    ) -> None:
+        if seconds is not None:
+            self.costs.observe(seconds, width, drafted)
+        if width == 0:
+            return
+        self.estimate.observe(width, num_accepted)
+        self.pauses.observe(num_accepted + 1, self.costs.round(width), self.costs.plain)
+        speeds = self._speeds()
+        best = max(speeds, key=lambda width: speeds[width])
+        if speeds[best] > speeds[self.width] * HYSTERESIS:
+            self.width = best
+
+    def take_notice(self) -> str | None:
+        notice, self.pauses.notice = self.pauses.notice, None
+        return notice
+
+    def _speeds(self) -> dict[int, float]:
+        """Expected tokens a second by width."""
+        expected = self.estimate.expected_tokens(self.widest)
+        return {width: expected[width] / self.costs.round(width) for width in range(1, self.widest + 1)}
+
+
+class ConfidentWidth:
+    """Each round's own drafts: the likeliest ones, as long as they are likely enough to be worth their time.
+
+    The drafter's probability of a token is close to the rate at which the target keeps it, so a path's chance is the
+    product of its probabilities, and the chances of all drafts add up to the number that is kept. A round should
+    maximize expected tokens - speed * seconds, where speed is the answer's tokens a second so far (the rule that
+    maximizes tokens a second in the long run).
+    """
+
+    reads_confidence = True
+
+    def __init__(self, costs: RoundCosts, places: int) -> None:
+        """places: the most that the drafter can draft."""
+        self.costs, self.places = costs, places
+        self.branches = costs.places > 0
+        self.widest = max(costs.round_seconds) if self.branches else places
+        self.pauses = Pauses()
+        self._depths: deque[int] = deque([places // 2], maxlen=6)
+        # Kept drafts, and what the confidence promised, of the drafts judged so far; sampling keeps fewer than it says.
+        self._kept = self._promised = 20.0
+        self._in_flight: DraftTree | None = None
+        # Tokens that the last choice promised.
+        self.expected = 1.0
+
+    @property
+    def calibration(self) -> float:
+        """What a probability of the drafter's was worth lately: drafts kept by drafts promised."""
+        return self._kept / self._promised
+
+    def next_width(self) -> int:
+        if self.pauses.take_rest():
+            return 0
+        # Drafting costs time too: not much further than drafts were lately.
+        return min(self.places, max(self._depths) + 3)
+
+    def choose(self, candidates: Candidates) -> DraftTree:
+        drafted = candidates.depth
+        speed = self.pauses.speed or 1.0 / self.costs.plain
+        nodes: list[Node] = []
+        best, expected = 0, 1.0
+        highest = expected - speed * self.costs.round(0, drafted=drafted)
+        for node in grow(candidates, scale=self.calibration):
+            if len(nodes) == self.widest or node.chance == 0:
+                break
+            nodes.append(node)
+            expected += node.chance
+            value = expected - speed * self.costs.round(len(nodes), drafted=drafted)
+            if value > highest:
+                best, highest = len(nodes), value
+        tree = DraftTree.of(nodes[:best], candidates)
+        self.expected = 1.0 + sum(node.chance for node in nodes[:best])
+        self._depths.append(tree.depth)
+        self._in_flight = tree
+        return tree
+
+    def observe(
+        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
+    ) -> None:
+        if seconds is not None:
+            self.costs.observe(seconds, width, drafted)
+        if drafted == 0:
+            return
+        if self._in_flight is not None:
+            self._kept = FADE * self._kept + num_accepted
+            self._promised = FADE * self._promised + self._in_flight.promised(path)
+            self._in_flight = None
+        self.pauses.observe(num_accepted + 1, self.costs.round(width, drafted=drafted), self.costs.plain)
+
+    def take_notice(self) -> str | None:
+        notice, self.pauses.notice = self.pauses.notice, None
+        return notice

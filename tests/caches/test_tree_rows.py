@@ -1,0 +1,151 @@
+"""A tree in one forward: each row's numbers are those of its path by itself, and nothing stays behind."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
+from tiny import FAMILIES, tiny_target
+
+from dflash_mlx.caches.tree_rows import BranchedCache, branched, find_ropes, keep_path, works_with
+
+# Rows: the anchor; 1-2-3 and 4-5 behind it; 6 behind 1.
+PARENTS = [0, 1, 2, 0, 4, 1]
+DEPTHS = [0, 1, 2, 3, 1, 2, 2]
+TOKENS = [5, 6, 7, 8, 9, 10, 11]
+CONTEXT = [i % 40 for i in range(30)]
+
+
+def path_to(row):
+    return [row] if row == 0 else [*path_to(PARENTS[row - 1]), row]
+
+
+VISIBLE = np.array([[column in path_to(row) for column in range(7)] for row in range(7)])
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def target(request):
+    return tiny_target(request.param)
+
+
+def filled(target):
+    cache = target.make_cache()
+    target.forward(mx.array([CONTEXT]), cache)
+    return cache
+
+
+def forward_tree(target, cache):
+    with branched(target.ropes, cache, DEPTHS, VISIBLE) as caches:
+        return target.forward(mx.array([TOKENS]), caches)
+
+
+def test_each_row_is_computed_as_its_path_alone(target):
+    found = forward_tree(target, filled(target))
+    for row in range(7):
+        path = path_to(row)
+        alone = target.forward(mx.array([[TOKENS[i] for i in path]]), filled(target))
+        assert mx.allclose(found[:, row], alone[:, -1], atol=1e-4).item()
+
+
+@pytest.mark.parametrize("path", [[0], [0, 1, 2], [0, 4, 5], [0, 1, 6], [0, 1, 2, 3]])
+def test_a_kept_path_leaves_the_cache_as_if_fed_alone(target, path):
+    cache = filled(target)
+    forward_tree(target, cache)
+    keep_path(cache, len(CONTEXT), path)
+    for layer_cache in cache:
+        layer_cache.trim(len(TOKENS) - len(path))
+    alone = filled(target)
+    target.forward(mx.array([[TOKENS[i] for i in path]]), alone)
+    for one, other in zip(cache, alone, strict=True):
+        assert one.offset == other.offset
+        for found, expected in ((one.keys, other.keys), (one.values, other.values)):
+            length = one.offset
+            assert mx.allclose(found[..., :length, :], expected[..., :length, :], atol=1e-4).item()
+
+
+def test_keeping_a_path_does_not_copy_the_cache():
+    cache = KVCache()
+    cache.update_and_fetch(mx.zeros((1, 2, 20_000, 32)), mx.zeros((1, 2, 20_000, 32)))
+    mx.eval(cache.keys, cache.values)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    keep_path([cache], 19_000, [0, 2, 5])
+    mx.eval(cache.keys, cache.values)
+    assert mx.get_peak_memory() - before < cache.keys.nbytes / 10
+
+
+def test_nothing_stays_behind_even_after_an_error(target):
+    kinds = [type(module) for module in target.model.modules()]
+    names = target.parameter_names()
+    cache = filled(target)
+    with branched(target.ropes, cache, DEPTHS, VISIBLE):
+        assert target.parameter_names() == names
+    with pytest.raises(ValueError, match="broken"), branched(target.ropes, cache, DEPTHS, VISIBLE):
+        raise ValueError("broken")
+    assert [type(module) for module in target.model.modules()] == kinds
+    assert target.parameter_names() == names
+
+
+def test_a_window_counts_positions():
+    """Of rows at depths 0, 1, 1 behind 4 positions, with a window of 3: the two siblings see as far back."""
+    visible = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=bool)
+    mask = mx.concatenate([mx.ones((3, 4), dtype=mx.bool_), mx.array(visible)], axis=1)
+    cache = BranchedCache(KVCache(), mx.array([4, 5, 5]), mask)
+    seen = [[i for i, sees in enumerate(row) if sees] for row in cache.make_mask(3, window_size=3).tolist()]
+    assert seen == [[2, 3, 4], [3, 4, 5], [3, 4, 6]]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        nn.RoPE(16),
+        nn.RoPE(8, traditional=True),
+        Llama3RoPE(
+            16,
+            scaling_config={
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        YarnRoPE(16, scaling_factor=4.0),
+        SuScaledRoPE(16, original_max_position_embeddings=64, long_factor=[1.5] * 8),
+    ],
+    ids=lambda rope: type(rope).__name__,
+)
+def test_every_rotary_embedding_takes_a_position_for_each_row(rope):
+    x = mx.random.normal((1, 3, 7, 16), key=mx.random.key(0))
+    expected = [rope(x[:, :, i : i + 1], offset=30 + depth) for i, depth in enumerate(DEPTHS)]
+    layer = nn.Module()
+    layer.rope = rope
+    cache = KVCache()
+    cache.update_and_fetch(mx.zeros((1, 1, 30, 4)), mx.zeros((1, 1, 30, 4)))
+    with branched(find_ropes(layer), [cache], DEPTHS, VISIBLE) as caches:
+        found = rope(x, offset=caches[0].offset)
+        assert mx.allclose(rope(x, offset=3), type(rope).__mro__[1].__call__(rope, x, offset=3)).item()
+    assert mx.allclose(found, mx.concatenate(expected, axis=2), atol=1e-5).item()
+
+
+class ForgetsPositions(nn.Module):
+    """A model whose rotary embedding is written out, so that it does not see a row's position."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def __call__(self, tokens, cache):
+        for layer_cache in cache:
+            if isinstance(layer_cache, BranchedCache):
+                layer_cache.offset = layer_cache.inner.offset
+        return self.model(tokens, cache=cache)
+
+
+def test_works_with_finds_out_by_running(target):
+    assert target.takes_trees()
+    vocabulary = target.vocab_size
+    assert not works_with(ForgetsPositions(target.model), vocabulary, target.make_cache)
+    assert not works_with(target.model, vocabulary, list)
+    assert not works_with(target.model, vocabulary, lambda: [RotatingKVCache(8) for _ in target.layers])
+    assert not works_with(nn.Linear(2, 2), vocabulary, target.make_cache)

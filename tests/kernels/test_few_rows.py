@@ -1,0 +1,122 @@
+"""Whether the kernels for few rows are used is decided by measuring, and only on CUDA."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from tiny import tiny_drafter, tiny_target
+
+from dflash_mlx import runtime
+from dflash_mlx.kernels import few_rows, few_rows_attention
+from dflash_mlx.kernels.few_rows import ROWS, most_rows, use_where_faster
+from dflash_mlx.kernels.few_rows_attention import attention_layers
+from dflash_mlx.kernels.few_rows_linear import FewRowsLinear, fitting_layers
+
+
+def test_a_kernel_is_used_up_to_where_it_stops_being_faster():
+    seconds = {4: (1.0, 0.7), 8: (1.0, 0.8), 16: (1.0, 0.9), 32: (1.0, 0.97), 64: (1.0, 0.5)}
+    assert most_rows(seconds.__getitem__) == 16
+    assert most_rows(lambda rows: (1.0, 1.2)) == 0
+    assert most_rows(lambda rows: (1.0, 0.5)) == ROWS[-1]
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Target, drafter, their linear layers, and those of attention; as if on CUDA, where attention's kernel works."""
+    target, drafter = tiny_target("qwen2"), tiny_drafter()
+    linear = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
+    attention = attention_layers(target.model) + attention_layers(drafter)
+    assert len(attention) == len(target.layers) + len(drafter.layers)
+    monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind="cuda"))
+    monkeypatch.setattr(few_rows_attention, "fits", lambda *_: False)
+    return target, drafter, linear, attention
+
+
+def uses(layers):
+    kinds = {type(layer).__name__.startswith("FewRows") for layer in layers}
+    assert len(kinds) == 1
+    return kinds.pop()
+
+
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_pair_decides_by_measuring(pair, products, scores, monkeypatch):
+    """By fewer seconds where the kernel in question is on; each is measured by itself."""
+    target, drafter, linear, attention = pair
+
+    def seconds(*_):
+        return 1.0 - 0.2 * (products and uses(linear)) - 0.2 * (scores and uses(attention))
+
+    monkeypatch.setattr(few_rows, "_seconds", seconds)
+    use_where_faster(target, drafter)
+    assert (uses(linear), uses(attention)) == (products, scores)
+    assert type(target.head_module) is nn.Linear
+
+
+def test_a_kernel_that_gains_too_little_is_not_used(pair, monkeypatch):
+    target, drafter, linear, attention = pair
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.01 * (uses(linear) or uses(attention)))
+    use_where_faster(target, drafter)
+    assert not uses(linear)
+    assert not uses(attention)
+
+
+def right(*, inputs, **_):
+    q, k, v, settings, mask = inputs
+    scale, kind = settings.tolist()
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=[None, "causal", mask][int(kind)])
+    return [out.transpose(0, 2, 1, 3)]
+
+
+def wrong_for_trees(*, inputs, **call):
+    return right(inputs=[*inputs[:4], mx.ones_like(inputs[4])], **call)
+
+
+def failing(**_):
+    raise RuntimeError("no compiler")
+
+
+@pytest.mark.parametrize("kernel", [right, wrong_for_trees, failing])
+def test_a_kernel_that_computes_something_else_or_fails_is_not_used(pair, kernel, monkeypatch):
+    target, drafter, _, attention = pair
+    monkeypatch.setattr(few_rows_attention, "fits", lambda *_: True)
+    monkeypatch.setattr(few_rows_attention, "_kernel", lambda: kernel)
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * uses(attention))
+    use_where_faster(target, drafter)
+    assert uses(attention) == (kernel is right)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"head_dim": 16, "num_attention_heads": 2}, 16),
+        ({"text_config": {"head_dim": None, "num_attention_heads": 4}}, 16),
+        ({"n_head": 4}, None),
+    ],
+)
+def test_head_sizes_are_taken_from_any_config(config, found, pair, monkeypatch):
+    """And one that does not say is no reason against the kernels."""
+    _, drafter, linear, attention = pair
+    target = replace(pair[0], config={"hidden_size": 64, "vocab_size": pair[0].vocab_size, **config})
+    assert target.head_dim == found
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * uses(linear) - 0.2 * uses(attention))
+    use_where_faster(target, drafter)
+    assert uses(attention)
+
+
+def test_the_measurement_runs_and_leaves_things_as_they_were():
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    switched = []
+    assert all(seconds > 0 for seconds in few_rows._compare(target, drafter, 4, switched.append))
+    assert switched[:2] == [False, True]
+    assert switched[-1] is False
+
+
+@pytest.mark.parametrize("kind", ["cpu", "metal"])
+def test_nothing_is_measured_elsewhere(kind, monkeypatch):
+    monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind=kind))
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: pytest.fail("measured"))
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    use_where_faster(target, drafter)
+    assert not any(isinstance(layer, FewRowsLinear) for layer in target.model.modules())

@@ -1,0 +1,160 @@
+"""Attention of few rows by a kernel of our own: its source, run on the CPU, against MLX's attention."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.base import scaled_dot_product_attention
+from kernels.cuda_on_cpu import CudaKernel, needs_compiler
+from tiny import FAMILIES, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
+
+from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.kernels import few_rows_attention
+from dflash_mlx.kernels.few_rows_attention import MOST_KEYS, MOST_ROWS, attend, attention_layers, fits, set_attention
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path_factory):
+    """Has kernels run on the CPU; the shapes of the queries that went through one."""
+    folder = tmp_path_factory.getbasetemp() / "kernels"
+    folder.mkdir(exist_ok=True)
+    shapes = []
+
+    def make(**options):
+        kernel = CudaKernel(folder, **options)
+
+        def launch(**call):
+            shapes.append(call["inputs"][0].shape)
+            return kernel(**call)
+
+        return launch
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", make)
+    few_rows_attention._kernel.cache_clear()
+    yield shapes
+    few_rows_attention._kernel.cache_clear()
+
+
+def masks(rows, keys, rng):
+    seen = rng.random((rows, keys)) > 0.5
+    seen[:, 0] = True
+    one_for_all = mx.broadcast_to(mx.arange(keys)[None] < keys - 2, (rows, keys))
+    return {"mask": mx.array(seen), "causal": "causal", "none": None, "broadcast": one_for_all}
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["mask", "causal", "none", "broadcast"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rows", "keys"),
+    [(3, 1, 64, 5, 37), (4, 2, 16, 3, 9), (2, 2, 128, 2, 300), (2, 1, 256, 2, 40), (9, 3, 64, 2, 33)],
+)
+def test_the_kernel_computes_attention(kind, heads, kv_heads, head_dim, rows, keys, launched):
+    rng = np.random.default_rng(rows * keys)
+    queries = mx.array(rng.standard_normal((1, heads, rows, head_dim), dtype=np.float32))
+    k, v = (mx.array(rng.standard_normal((1, kv_heads, keys, head_dim), dtype=np.float32)) for _ in range(2))
+    mask = masks(rows, keys, rng)[kind]
+    for dtype, tolerance in ((mx.float32, 1e-5), (mx.bfloat16, 0.02)):
+        given = [x.astype(dtype) for x in (queries, k, v)]
+        found = attend(*given, None, 0.3, mask)
+        exact = scaled_dot_product_attention(*[x.astype(mx.float32) for x in given], cache=None, scale=0.3, mask=mask)
+        assert found.shape == exact.shape
+        assert found.dtype == dtype
+        assert mx.abs(found.astype(mx.float32) - exact).max() < tolerance
+    assert len(launched) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_kernel_reads_its_inputs_where_they_lie(aligned, tmp_path):
+    """Parts of larger arrays, with the axes in another order, and also where the last one is not contiguous."""
+    rng = np.random.default_rng(1)
+    heads, kv_heads, head_dim, rows, keys = 4, 2, 16, 3, 20
+    made = CudaKernel(
+        tmp_path,
+        name="strides",
+        input_names=["q", "k", "v", "settings", "mask"],
+        output_names=["out"],
+        source=few_rows_attention._SOURCE,
+        ensure_row_contiguous=False,
+    )
+    q = rng.standard_normal((1, rows, heads, head_dim), dtype=np.float32).transpose(0, 2, 1, 3)
+    if aligned:
+        k, v = (rng.standard_normal((1, kv_heads, 32, head_dim), dtype=np.float32)[:, :, :keys] for _ in range(2))
+    else:
+        k = rng.standard_normal((1, kv_heads, head_dim, 32), dtype=np.float32).swapaxes(2, 3)[:, :, :keys]
+        v = rng.standard_normal((1, kv_heads, 32, head_dim + 1), dtype=np.float32)[:, :, :keys, 1:]
+    mask = (rng.random((keys, rows)) > 0.3).T
+    mask[:, 0] = True
+    (found,) = made(
+        inputs=[q, k, v, np.array([0.25, few_rows_attention._MASK], dtype=np.float32), mask],
+        template=[("T", mx.float32), ("D", head_dim), *few_rows_attention._CONSTANTS],
+        grid=(heads * 256, rows, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(1, rows, heads, head_dim)],
+        output_dtypes=[mx.float32],
+    )
+    expected = scaled_dot_product_attention(
+        *[mx.array(np.ascontiguousarray(x)) for x in (q, k, v)], cache=None, scale=0.25, mask=mx.array(mask.copy())
+    )
+    assert mx.abs(found.transpose(0, 2, 1, 3) - expected).max() < 1e-5
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("places", [0, 4], ids=["chain", "tree"])
+def test_answers_stay_the_same(family, places, launched):
+    """Of tiny models of which both attend by the kernel; the truth is mlx-lm's plain decoding."""
+    target, drafter = tiny_target(family), tiny_drafter(head_dim=16)
+    prompt = [5, 6, 7]
+    expected = plain_tokens(target, prompt, 6)
+    layers = attention_layers(target.model) + attention_layers(drafter)
+    set_attention(layers, kernel=True)
+    assert drafted_tokens(target, drafter, prompt, 6, FixedWidth(4, places=places)) == expected
+    assert (1, 4, 5, 16) in {tuple(shape) for shape in launched}
+
+
+def test_layers_become_what_they_were():
+    target = tiny_target("llama")
+    layers = attention_layers(target.model)
+    kinds = [type(layer) for layer in layers]
+    assert len(layers) == len(target.layers)
+    names = target.parameter_names()
+    for _ in range(2):
+        set_attention(layers, kernel=True)
+        assert all(type(layer).__base__ is kind for layer, kind in zip(layers, kinds, strict=True))
+        assert target.parameter_names() == names
+    assert attention_layers(target.model) == layers
+    set_attention(layers, kernel=False)
+    assert [type(layer) for layer in layers] == kinds
+
+
+def test_what_the_kernel_was_not_made_for_goes_the_ordinary_way(launched):
+    def call(rows=4, keys=9, head_dim=16, batch=1, mask="causal", dtype=mx.float32, heads=2, **others):
+        q = mx.ones((batch, heads, rows, head_dim), dtype=dtype)
+        k = mx.ones((batch, 1, keys, head_dim), dtype=others.pop("key_dtype", dtype))
+        return q, k, k, others.pop("cache", None), 0.5, mask, *others.values()
+
+    ordinary = [
+        call(rows=1, mask=None),
+        call(batch=2),
+        call(head_dim=24),
+        call(head_dim=8),
+        call(mask=mx.zeros((4, 9))),
+        call(mask=mx.ones((1, 1, 4, 9), dtype=mx.bool_)),
+        call(mask=mx.ones((9,), dtype=mx.bool_)),
+        call(sinks=mx.zeros((2,))),
+        call(rows=MOST_ROWS + 1, keys=100, mask=None),
+        call(keys=MOST_KEYS + 1),
+        call(rows=4, keys=4000, heads=64, head_dim=64),
+        call(rows=9, keys=4, mask=None),
+        call(key_dtype=mx.bfloat16),
+    ]
+    for arguments in ordinary:
+        found = attend(*arguments)
+        q, k, v, cache, scale, mask, *sinks = arguments
+        expected = scaled_dot_product_attention(
+            q, k, v, cache=cache, scale=scale, mask=mask, sinks=(sinks or [None])[0]
+        )
+        assert mx.array_equal(found, expected)
+    assert launched == []
+    q, k, v, _, _, mask = call()
+    assert fits(q, k, v, mask)

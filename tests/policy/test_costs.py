@@ -1,0 +1,109 @@
+"""Costs of a round: measured by real rounds, remembered on disk, and not when something disturbed them."""
+
+import mlx.core as mx
+import pytest
+from tiny import tiny_drafter, tiny_target
+
+from dflash_mlx.policy import costs
+from dflash_mlx.policy.trees_or_chains import PairCosts
+from dflash_mlx.policy.width import RoundCosts
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_HOME", str(tmp_path))
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    return lambda: costs.load_or_measure(target, drafter, block_size=8, folders=(), dtype=mx.float32)
+
+
+def stored(tmp_path):
+    return list((tmp_path / "round-costs").glob("*.json"))
+
+
+WIDTHS = {0, 1, 3, 7}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Has rounds take what `seconds(policy)` says; measures a pair by it."""
+
+    def measure(seconds, *, trees=True):
+        target = tiny_target("llama")
+        monkeypatch.setattr(target, "_trees", trees)
+        monkeypatch.setattr(costs, "_round_seconds", lambda target, drafter, policy: seconds(policy))
+        return costs.measure(target, tiny_drafter(), block_size=8)
+
+    return measure
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_every_kind_of_round_is_timed(trees, monkeypatch):
+    target = tiny_target("llama")
+    monkeypatch.setattr(target, "_trees", trees)
+    monkeypatch.setattr(costs, "MOST_GAIN", 100.0)
+    measured = costs.measure(target, tiny_drafter(), block_size=8)
+    assert (measured.trees is not None) == trees
+    tables = [measured.chains.draft_seconds]
+    if measured.trees is not None:
+        assert measured.trees.places == 7
+        assert {0, 1, 7, 15} <= measured.trees.round_seconds.keys()
+        tables.append(measured.trees.round_seconds)
+    if not (trees and measured.chains.steep):
+        assert measured.chains.round_seconds.keys() >= WIDTHS
+        tables.append(measured.chains.round_seconds)
+    assert all(0 < seconds < 5 for table in tables for seconds in table.values())
+
+
+def test_rounds_are_timed_the_way_they_will_run(machine):
+    """Chains wait for their drafts where width costs much, and there trees take their place."""
+    flat = machine(lambda policy: 5.0 + 0.5 * policy.reads_confidence + policy.branches if policy.width else 3.0)
+    assert not flat.chains.steep
+    assert {flat.chains.round(width) for width in WIDTHS - {0}} == {5.0}
+    assert {flat.trees.round(width) for width in (1, 3, 7, 15, 31)} == {6.5}
+    assert flat.chains.plain == flat.trees.plain == 3.0
+
+    def steep(policy):
+        return 5.0 + policy.width + 0.5 * policy.reads_confidence if policy.width else 3.0
+
+    chains = machine(steep, trees=False)
+    assert chains.chains.steep
+    assert chains.trees is None
+    assert [chains.chains.round(width) for width in (1, 7)] == [6.5, 12.5]
+    both = machine(steep)
+    assert both.trees.steep
+    assert [both.trees.round(width) for width in (0, 1, 7, 15, 31)] == [3.0, 6.5, 12.5, 20.5, 36.5]
+
+
+def test_trees_that_take_far_too_long_are_left_out(machine):
+    assert machine(lambda policy: 5.0 * (1 + 0.7 * policy.branches)).trees is None
+    assert machine(lambda policy: 5.0 * (1 + 0.5 * policy.branches)).trees is not None
+
+
+@pytest.mark.parametrize("trees", [True, None])
+def test_measured_once_then_remembered(trees, load, tmp_path, monkeypatch):
+    chains = RoundCosts({0: 1.0, 1: 1.1, 7: 1.2}, {1: 0.1, 7: 0.2}, steep=False)
+    found = PairCosts(chains, trees and RoundCosts({0: 1.0, 1: 1.1, 7: 1.2}, {1: 0.1, 7: 0.2}, steep=False, places=7))
+    monkeypatch.setattr(costs, "measure", lambda *_, **__: found)
+    assert load() == found
+    monkeypatch.setattr(costs, "measure", lambda *_, **__: pytest.fail("measured again"))
+    assert load() == found
+    (path,) = stored(tmp_path)
+    path.write_text('{"chains"')
+    monkeypatch.setattr(costs, "measure", lambda *_, **__: found)
+    assert load() == found
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_a_disturbed_measurement_is_repeated_and_not_remembered(trees, load, tmp_path, monkeypatch):
+    rounds = {True: {0: 3.4, 1: 1.1, 7: 3.7}, False: {0: 1.0, 1: 1.1, 7: 2.0}}
+
+    def of(*disturbances):
+        return PairCosts(*[RoundCosts(rounds[kind], {1: 0.2, 7: 0.2}, steep=True) for kind in disturbances])
+
+    disturbed, good = of(False, True) if trees else of(True), of(False, False) if trees else of(False)
+    runs = [disturbed, disturbed, disturbed, good]
+    monkeypatch.setattr(costs, "measure", lambda *_, **__: runs.pop(0))
+    assert load() == disturbed
+    assert not stored(tmp_path)
+    assert load() == good
+    assert len(stored(tmp_path)) == 1

@@ -1,0 +1,127 @@
+"""The choice between trees and chains, on simulated machines and texts."""
+
+import numpy as np
+import pytest
+
+from dflash_mlx.decoding.tree import Candidates
+from dflash_mlx.policy.trees_or_chains import Experience, TreesOrChains
+from dflash_mlx.policy.width import ConfidentWidth, RoundCosts, SteadyWidth
+
+PLACES = 15
+PLAIN = 2.8
+CHAINS = {0: PLAIN, 1: 5.2, PLACES: 5.2}
+# Probabilities of a place's candidates: a tree gains little where the first is nearly sure.
+SURE, UNSURE = [0.85, 0.06, 0.03, 0.02], [0.55, 0.2, 0.1, 0.05]
+
+
+def costs_of(trees_take):
+    trees = {0: PLAIN, 1: trees_take, PLACES: trees_take}
+    drafts = {1: 1.0, PLACES: 1.0}
+    return RoundCosts(dict(CHAINS), drafts, steep=False), RoundCosts(trees, dict(drafts), steep=False, places=PLACES)
+
+
+def run(policy, text, rounds, rng, trees_take):
+    """Decode a text by the policy; the tokens and the seconds, and how many of its drafted rounds were trees."""
+    candidates = Candidates(
+        np.tile(np.arange(len(text)), (PLACES, 1)), np.log(np.tile(np.array(text, dtype=np.float32), (PLACES, 1)))
+    )
+    limits = np.cumsum(text)
+    tokens = seconds = trees = 0.0
+    for _ in range(rounds):
+        drafted = policy.next_width()
+        drawn = np.searchsorted(limits, rng.random(PLACES)).tolist()
+        path, width, took = [0], drafted, PLAIN if drafted == 0 else CHAINS[PLACES]
+        if drafted and policy.reads_confidence:
+            tree = policy.choose(candidates.shortened(drafted))
+            # A tree may be empty; then a draft was made for nothing.
+            width, took = tree.size, trees_take if tree.size else PLAIN + 1.0
+            trees += 1
+            for token in drawn:
+                row = [i for i, p in enumerate(tree.parents, 1) if p == path[-1] and tree.tokens[i - 1] == token]
+                if not row:
+                    break
+                path += row
+        else:
+            while len(path) <= width and drawn[len(path) - 1] == 0:
+                path.append(len(path))
+        policy.observe(drafted=drafted, width=width, num_accepted=len(path) - 1, path=path, seconds=took)
+        tokens, seconds = tokens + len(path), seconds + took
+    return tokens / seconds, trees / rounds
+
+
+@pytest.mark.parametrize(
+    ("text", "trees_take", "trees_win"),
+    [(SURE, 6.4, False), (UNSURE, 6.4, True), (UNSURE, 5.3, True), (UNSURE, 8.2, False)],
+)
+@pytest.mark.parametrize("start", [True, False], ids=["chains", "trees"])
+def test_the_faster_kind_is_found(text, trees_take, trees_win, start):
+    policy = TreesOrChains(*costs_of(trees_take), PLACES, Experience(chains=start))
+    rng = np.random.default_rng(1)
+    speed, share = run(policy, text, 600, rng, trees_take)
+    assert share > 0.75 if trees_win else share < 0.25
+    chains, trees = costs_of(trees_take)
+    fixed = {}
+    for kind, only in ((False, ConfidentWidth(trees, PLACES)), (True, SteadyWidth(chains, PLACES))):
+        fixed[kind], _ = run(only, text, 600, rng, trees_take)
+    assert (fixed[False] > fixed[True]) == trees_win
+    assert speed > 0.93 * max(fixed.values())
+
+
+def test_the_next_answer_begins_with_what_this_one_found():
+    experience = Experience()
+    first = TreesOrChains(*costs_of(6.4), PLACES, experience)
+    assert first.reads_confidence
+    run(first, SURE, 60, np.random.default_rng(0), 6.4)
+    assert experience.chains
+    assert not TreesOrChains(*costs_of(6.4), PLACES, experience).reads_confidence
+
+
+def test_short_answers_look_at_trees_now_and_then():
+    """As often as one long answer would: on a text for chains less and less."""
+    experience, rng = Experience(), np.random.default_rng(0)
+    shares = []
+    for _ in range(30):
+        policy = TreesOrChains(*costs_of(6.4), PLACES, experience)
+        shares.append(run(policy, SURE, 20, rng, 6.4)[1])
+    assert shares[0] > 0
+    assert 2 <= sum(share > 0 for share in shares) <= 6
+
+
+def test_a_change_of_text_is_noticed():
+    policy = TreesOrChains(*costs_of(6.4), PLACES, Experience())
+    rng = np.random.default_rng(2)
+    run(policy, SURE, 50, rng, 6.4)
+    assert not policy.reads_confidence
+    _, share = run(policy, UNSURE, 200, rng, 6.4)
+    assert share > 0.7
+    _, share = run(policy, SURE, 200, rng, 6.4)
+    assert share < 0.3
+
+
+def test_where_chains_do_not_pay_trees_are_tried():
+    """Chains of this text gain 1.8 tokens in the time of 1.9 plain steps, trees 3 in that of 2.1."""
+    policy = TreesOrChains(*costs_of(6.0), PLACES, Experience(chains=True))
+    speed, share = run(policy, [0.45, 0.3, 0.15, 0.05], 600, np.random.default_rng(3), 6.0)
+    assert share > 0.8
+    assert speed > 1.15 / PLAIN
+
+
+def test_answers_that_cannot_branch_say_nothing_about_trees():
+    """With one candidate a place a tree is a chain that waits for its draft."""
+    experience = Experience()
+    policy = TreesOrChains(*costs_of(6.4), PLACES, experience)
+    run(policy, SURE[:1], 100, np.random.default_rng(0), 6.4)
+    assert experience.chains is False
+
+
+@pytest.mark.parametrize("chains", [True, False])
+def test_hopeless_drafts_pause_whatever_their_kind(chains):
+    policy = TreesOrChains(*costs_of(6.4), PLACES, Experience(chains=chains))
+    notices = []
+    rng = np.random.default_rng(0)
+    for _ in range(1500):
+        speed, _ = run(policy, [0.02, 0.01], 1, rng, 6.4)
+        notices.append(policy.take_notice())
+    assert any(notice and "paused" in notice for notice in notices)
+    speed, _ = run(TreesOrChains(*costs_of(6.4), PLACES, Experience(chains=chains)), [0.02, 0.01], 1500, rng, 6.4)
+    assert speed > 0.95 / PLAIN

@@ -1,0 +1,258 @@
+"""Width policies against closed forms and simulated machines."""
+
+import random
+
+import numpy as np
+import pytest
+
+from dflash_mlx.policy.pauses import Pauses
+from dflash_mlx.decoding.tree import Candidates
+from dflash_mlx.policy.trees_or_chains import PairCosts, TreesOrChains, choose_policy
+from dflash_mlx.policy.width import (
+    AcceptanceEstimate,
+    ConfidentWidth,
+    FixedWidth,
+    RoundCosts,
+    SteadyWidth,
+)
+
+FLAT = RoundCosts({0: 3.0, 1: 5.0, 15: 5.2}, {1: 1.0, 15: 1.0}, steep=False)
+STEEP = RoundCosts({0: 50.0, 1: 70.0, 7: 110.0, 15: 130.0}, {1: 12.0, 15: 25.0}, steep=True)
+
+
+TREES = RoundCosts({0: 50.0, 1: 75.0, 7: 112.0, 15: 130.0, 31: 190.0}, {1: 12.0, 15: 25.0}, steep=True, places=15)
+
+
+def copy(costs):
+    return RoundCosts(dict(costs.round_seconds), dict(costs.draft_seconds), steep=costs.steep, places=costs.places)
+
+
+def policy_for(costs):
+    return choose_policy(PairCosts(copy(costs)), 15)
+
+
+def chain(chances):
+    """Candidates, one a place, that are kept with these chances."""
+    with np.errstate(divide="ignore"):
+        return Candidates(np.arange(len(chances))[:, None], np.log(np.array(chances, dtype=np.float32))[:, None])
+
+
+def simulate(policy, costs, chance, rounds, seed=0):
+    """Run a policy on a text whose every draft is kept with probability `chance`; tokens a second it reaches."""
+    rng = random.Random(seed)
+    tokens = seconds = 0.0
+    for _ in range(rounds):
+        drafted = policy.next_width()
+        width = policy.choose(chain([chance] * drafted)).size if policy.reads_confidence and drafted else drafted
+        accepted = 0
+        while accepted < width and rng.random() < chance:
+            accepted += 1
+        took = costs.round(width, drafted=drafted)
+        path = range(accepted + 1)
+        policy.observe(drafted=drafted, width=width, num_accepted=accepted, path=path, seconds=took)
+        tokens, seconds = tokens + accepted + 1, seconds + took
+    return tokens / seconds
+
+
+def best_fixed(costs, chance):
+    def speed(width):
+        return sum(chance**i for i in range(width + 1)) / costs.round(width)
+
+    return max(speed(width) for width in range(16))
+
+
+def test_costs_interpolate_and_count_unused_drafts():
+    assert STEEP.round(4) == pytest.approx(90.0)
+    assert STEEP.round(15) == 130.0
+    # A tree's rounds were measured with drafts of 15 places; shorter ones cost less.
+    assert TREES.round(31) == 190.0
+    assert TREES.round(31, drafted=1) == pytest.approx(190.0 - 13.0)
+    assert TREES.round(0) == 50.0
+    # Verifying 1 of 15 drafts costs a round of 1 and the longer draft.
+    assert STEEP.round(1, drafted=15) == pytest.approx(70.0 + 25.0 - 12.0)
+    assert STEEP.round(0, drafted=1) == pytest.approx(50.0 + 12.0)
+
+
+def test_costs_follow_the_machine():
+    costs = copy(STEEP)
+    for _ in range(200):
+        costs.observe(2 * STEEP.round(7), 7, 7)
+    assert costs.round(7) == pytest.approx(2 * STEEP.round(7), rel=0.02)
+    costs.observe(1e9, 7, 7)
+    assert costs.round(7) < 2.2 * STEEP.round(7)
+
+
+def test_estimate_is_exact_where_it_has_seen_much():
+    estimate = AcceptanceEstimate()
+    rng = random.Random(1)
+    for _ in range(3000):
+        accepted = 0
+        while accepted < 5 and rng.random() < 0.5:
+            accepted += 1
+        estimate.observe(5, accepted)
+    assert estimate.expected_tokens(3)[3] == pytest.approx(1 + 0.5 + 0.25 + 0.125, abs=0.35)
+
+
+def test_the_policy_suits_the_machine():
+    assert isinstance(policy_for(FLAT), SteadyWidth)
+    assert isinstance(policy_for(STEEP), ConfidentWidth)
+    assert not FixedWidth(3).reads_confidence
+    trees = choose_policy(PairCosts(copy(STEEP), copy(TREES)), 15)
+    assert isinstance(trees, ConfidentWidth)
+    assert trees.branches
+    assert not policy_for(STEEP).branches
+    assert isinstance(choose_policy(PairCosts(copy(FLAT), copy(TREES)), 15), TreesOrChains)
+
+
+def test_a_fixed_tree_is_the_likeliest_of_its_size():
+    policy = FixedWidth(3, places=2)
+    candidates = Candidates(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.5, 0.4], [0.9, 0.1]], dtype=np.float32)))
+    tree = policy.choose(candidates)
+    # 0.5, 0.45 behind it, and 0.4: more than anything else behind them.
+    assert tree.tokens.tolist() == [1, 3, 2]
+    assert tree.parents == (0, 1, 0)
+    assert policy.next_width() == 2
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.7, 0.85, 0.95])
+@pytest.mark.parametrize("costs", [FLAT, STEEP], ids=["flat", "steep"])
+def test_policies_come_close_to_the_best_fixed_width(costs, chance):
+    reached = simulate(policy_for(costs), costs, chance, 1500)
+    assert reached > 0.87 * max(best_fixed(costs, chance), 1 / costs.plain)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.2])
+@pytest.mark.parametrize("costs", [FLAT, STEEP], ids=["flat", "steep"])
+def test_hopeless_drafts_cost_little(costs, chance):
+    """Where no draft is worth it, the loss against plain decoding stays under 5 % and the user is told."""
+    policy = policy_for(costs)
+    notices = []
+    observe = policy.observe
+
+    def watched(**what):
+        observe(**what)
+        notices.append(policy.take_notice())
+
+    policy.observe = watched
+    assert simulate(policy, costs, chance, 2000) > 0.95 / costs.plain
+    assert any(notice and "paused" in notice for notice in notices)
+
+
+def test_confidence_chooses_width_by_the_round():
+    policy = ConfidentWidth(copy(STEEP), 15)
+    sure, unsure = [0.99] * 15, [0.05] * 15
+    assert policy.choose(chain(sure)).size == 15
+    assert policy.choose(chain(unsure)).size == 0
+    assert policy.choose(chain([0.95, 0.95, 0.1] + [0.9] * 12)).size == 2
+
+
+def test_overconfident_drafters_are_corrected():
+    """Promises of 0.9 that hold one time in four: after a while they are not believed."""
+    policy = ConfidentWidth(copy(STEEP), 15)
+    promises = chain([0.9] * 15)
+    before = policy.choose(promises).size
+    for i in range(60):
+        width = policy.choose(promises).size
+        accepted = 1 if i % 4 == 0 and width else 0
+        policy.observe(drafted=15, width=width, num_accepted=accepted, path=range(accepted + 1), seconds=None)
+    assert policy.choose(promises).size < before / 2
+
+
+def text_of(rng, places, alternatives):
+    """Probabilities (places, alternatives) of a random text, the best first, as a drafter that is right about it."""
+    raw = -np.sort(-rng.dirichlet([0.2] * (alternatives + 1), places)[:, :alternatives], axis=1)
+    return Candidates(np.tile(np.arange(alternatives), (places, 1)), np.log(np.maximum(raw, 1e-9)).astype(np.float32))
+
+
+def follow(rng, tree, candidates):
+    """Draw the text by the candidates' probabilities and walk through the tree: the rows gone through."""
+    path = [0]
+    for place in range(candidates.depth):
+        token = np.searchsorted(np.cumsum(np.exp(candidates.log_probs[place])), rng.random())
+        row = [i for i, p in enumerate(tree.parents, 1) if p == path[-1] and tree.tokens[i - 1] == token]
+        if not row:
+            break
+        path += row
+    return path
+
+
+def test_trees_are_faster_than_chains():
+    """On the same text and machine, choosing among 8 tokens a place gains against choosing among 1."""
+    reached = {}
+    for alternatives in (1, 8):
+        rng = np.random.default_rng(0)
+        policy = ConfidentWidth(copy(TREES), 15)
+        tokens = seconds = 0.0
+        for _ in range(400):
+            candidates = text_of(rng, max(policy.next_width(), 1), 8)
+            few = Candidates(candidates.token_ids[:, :alternatives], candidates.log_probs[:, :alternatives])
+            tree = policy.choose(few)
+            path = follow(rng, tree, candidates)
+            took = TREES.round(tree.size, drafted=candidates.depth)
+            policy.observe(
+                drafted=candidates.depth, width=tree.size, num_accepted=len(path) - 1, path=path, seconds=took
+            )
+            tokens, seconds = tokens + len(path), seconds + took
+        reached[alternatives] = tokens / seconds
+    assert reached[8] > 1.05 * reached[1]
+
+
+def test_a_tree_stops_where_the_next_draft_is_not_worth_its_time():
+    policy = ConfidentWidth(copy(TREES), 15)
+    sure = Candidates(np.arange(30).reshape(15, 2), np.log(np.array([[0.9, 0.05]] * 15, dtype=np.float32)))
+    unsure = Candidates(np.arange(60).reshape(15, 4), np.log(np.array([[0.3, 0.2, 0.2, 0.1]] * 15, dtype=np.float32)))
+    assert 15 <= policy.choose(sure).size <= 31
+    assert policy.choose(sure).depth > policy.choose(unsure).depth
+    few = policy.choose(unsure).size
+    policy.costs.round_seconds = {width: 50.0 + 0.1 * width for width in TREES.round_seconds}
+    assert policy.choose(unsure).size == 31 > few
+
+
+def test_pauses_grow_and_end():
+    pauses = Pauses()
+    lengths = []
+    for _ in range(4):
+        while not pauses.resting:
+            pauses.observe(1, 100.0, 50.0)
+        lengths.append(sum(1 for _ in iter(pauses.take_rest, False)))
+    assert lengths == [32, 128, 512, 512]
+    for _ in range(100):
+        pauses.observe(5, 100.0, 50.0)
+        assert not pauses.resting
+    while not pauses.resting:
+        pauses.observe(1, 100.0, 50.0)
+    assert pauses.resting == 32
+
+
+def test_bad_luck_within_a_good_stretch_is_no_reason_to_pause():
+    """Two rounds in three lose a plain step and the third gains six: faster than plain on the whole."""
+    pauses = Pauses()
+    for i in range(300):
+        pauses.observe(8 if i % 3 == 0 else 1, 100.0, 50.0)
+        assert not pauses.resting
+
+
+def test_drafts_that_gain_a_fifth_are_seldom_paused():
+    """Rounds of 1.86 plain steps that gain 2.22 tokens on average, but often one and sometimes six."""
+    rng, paused = random.Random(0), 0
+    for _ in range(200):
+        pauses = Pauses()
+        for _ in range(100):
+            gained = 1
+            while gained < 16 and rng.random() < 0.55:
+                gained += 1
+            pauses.observe(gained, 1.86, 1.0)
+            if pauses.resting:
+                paused += 1
+                break
+    assert paused <= 40
+
+
+def test_a_pause_comes_before_much_is_lost():
+    """Rounds that take two plain steps and gain one token: a handful of steps is lost before the first pause."""
+    pauses = Pauses()
+    rounds = 0
+    while not pauses.resting:
+        pauses.observe(1, 100.0, 50.0)
+        rounds += 1
+    assert rounds <= 6

@@ -1,0 +1,164 @@
+"""Answers made together are the answers made alone: each lane's tokens equal mlx-lm's plain decoding of its prompt.
+
+Random cases over the families that batch, drafters (random, hostile, perfect), widths that change from round to round,
+lanes that join and leave in mid-answer, stops inside a round, and conversations that go on afterwards.
+"""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from test_lossless import RandomWidth
+from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
+from tiny_families import FAMILY_CONFIGS, family_target, unavailable
+
+from dflash_mlx.decoding import engine
+from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.engine import Engine, prefill
+from dflash_mlx.decoding.lane import Lane
+from dflash_mlx.decoding.session import Session, common_prefix
+
+CHUNK, WIDTH = 16, 5
+CASES = 20
+
+
+class RandomGroup:
+    """Another width each round, 0 included, sometimes by the candidates."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.confident_share = rng.choice([0.0, 0.5, 1.0])
+
+    @property
+    def reads_confidence(self) -> bool:
+        return self.rng.random() < self.confident_share
+
+    def next_width(self, lanes: int) -> int:
+        return self.rng.choice([0, 1, WIDTH, self.rng.randint(0, WIDTH)])
+
+    def choose(self, candidates) -> int:
+        assert len({c.depth for c in candidates}) == 1
+        return self.rng.randint(0, candidates[0].depth)
+
+    def observe(self, report) -> None:
+        assert report.rows > 1
+        assert all(0 <= kept <= report.width for _, kept, _ in report.kept)
+
+
+class Texts(ScriptedDrafter):
+    """A drafter that knows several answers: after each anchor it drafts as the text does that it finds there."""
+
+    def __init__(self, config, texts: Sequence[list[int]], rng: random.Random, share: float) -> None:
+        super().__init__(config, {}, frozenset())
+        self._texts, self._rng, self._share = [texts], rng, share
+
+    def embed_block(self, tokens, embed):
+        self._tokens = [tokens[:, 0].tolist()]
+        return super().embed_block(tokens, embed)
+
+    def _scripted(self, anchor, shape):
+        row = len(self._seen[0])
+        self._seen[0].append(anchor)
+        token = self._tokens[0][row]
+        text = next((t for t in self._texts[0] if anchor < len(t) and t[anchor] == token), [])
+        self._script = [{at: text[at] if at < len(text) else 0 for at in range(anchor, anchor + shape[0] + 1)}]
+        self._wrong = [frozenset(at for at in self._script[0] if self._rng.random() < self._share)]
+        return super()._scripted(anchor, shape)
+
+    def adjust_logits(self, logits):
+        self._seen = [[]]
+        return super().adjust_logits(logits)
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILY_CONFIGS))
+def target(request):
+    if reason := unavailable(request.param):
+        pytest.skip(reason)
+    target = family_target(request.param)
+    if not target.takes_rows():
+        pytest.skip("this family's answers are made one at a time")
+    return target
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(engine, "PREFILL_STEP", CHUNK)
+
+
+class Asked:
+    """A prompt, what mlx-lm answers, and what came so far."""
+
+    def __init__(self, target, rng, *, prompt=None, session=None):
+        self.prompt = prompt or [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 9, 17, 30]))]
+        self.max_tokens = rng.choice([1, 2, 7, 20])
+        free = plain_tokens(target, self.prompt, self.max_tokens, prefill_step_size=CHUNK)
+        self.eos_ids = {rng.choice(free)} if rng.random() < 0.4 else set()
+        ends = [i for i, token in enumerate(free) if token in self.eos_ids]
+        self.expected = free[: ends[0] + 1] if ends else free
+        self.tokens: list[int] = []
+        self.session, self.finish_reason = session, None
+
+    def lane(self, target, drafter, rng):
+        self.session = self.session or Session(target, drafter)
+        self.session.rewind(min(common_prefix(self.session.tokens, self.prompt), len(self.prompt) - 1))
+        prefill(self.session, self.prompt[:-1])
+        return Lane(
+            session=self.session,
+            prompt=self.prompt,
+            strategy=Greedy(),
+            policy=RandomWidth(rng, WIDTH),
+            max_tokens=self.max_tokens,
+            eos_ids=self.eos_ids,
+        )
+
+
+def check_books(asked):
+    session, history = asked.session, asked.prompt + asked.tokens
+    assert session.away is None
+    assert session.tokens == history[: len(session.tokens)]
+    assert len(session.tokens) >= len(history) - 1 or not asked.tokens
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_each_lane_answers_as_if_alone(target, seed):
+    rng = random.Random(seed)
+    asked = [Asked(target, rng) for _ in range(rng.choice([2, 3, 4, 8]))]
+    share = rng.choice([0.0, 0.3, 1.0])
+    texts = [a.prompt + a.expected for a in asked]
+    config = tiny_drafter(block_size=WIDTH + 1, taps=rng.choice([(0, 2), (1,)])).config
+    kind = rng.choice(["none", "random", "knows", "knows"])
+    drafter = (
+        None
+        if kind == "none"
+        else tiny_drafter(block_size=WIDTH + 1, seed=seed)
+        if kind == "random"
+        else Texts(config, texts, rng, share)
+    )
+    running = Engine(target, drafter, policy=RandomGroup(rng))
+    waiting, lanes, done = list(asked), {}, []
+    while waiting or running.lanes:
+        while waiting and (not running.lanes or rng.random() < 0.5):
+            one = waiting.pop()
+            lane = one.lane(target, drafter, rng)
+            lanes[lane] = one
+            running.join(lane)
+        if len(running.lanes) > 1 and rng.random() < 0.05:
+            left = rng.choice(running.lanes)
+            running.leave(left)
+            check_books(lanes[left])
+            assert lanes[left].tokens == lanes[left].expected[: len(lanes[left].tokens)]
+        for lane, step in running.advance():
+            one = lanes[lane]
+            one.tokens += step.tokens
+            one.finish_reason = step.finish_reason
+            if step.finish_reason is not None:
+                assert one.tokens == one.expected
+                assert step.finish_reason == ("stop" if one.expected[-1] in one.eos_ids else "length")
+                check_books(one)
+                done.append(one)
+                if rng.random() < 0.3:
+                    # The conversation goes on, or is edited.
+                    text = one.prompt + one.tokens
+                    text = text if rng.random() < 0.5 else text[: rng.randint(1, len(text))]
+                    waiting.append(Asked(target, rng, prompt=[*text, 5, 6], session=one.session))
+    assert done
