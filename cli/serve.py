@@ -82,11 +82,15 @@ def serve_command(
         ),
     ] = None,
     max_active: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--max-active", metavar="N", min=1, help="Answers made at a time, in turns.", rich_help_panel=SERVER
+            "--max-active",
+            metavar="N",
+            min=1,
+            help="Answers made at a time, in shared rounds; by default as many as this machine gains by.",
+            rich_help_panel=SERVER,
         ),
-    ] = 4,
+    ] = None,
     max_queue: Annotated[
         int,
         typer.Option(

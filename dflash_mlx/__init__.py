@@ -2,7 +2,7 @@
 
 The public names are loaded on first use, so that `dflash-mlx --help` imports neither mlx nor transformers:
 
-    from dflash_mlx import load_pair, generate, stream_generate, SamplingParams
+    from dflash_mlx import load_pair, generate, generate_many, stream_generate, SamplingParams
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_mlx.runtime import load_fast_blas, prefer_plain_cuda_attention
 
 if TYPE_CHECKING:
-    from dflash_mlx.generation import GenerationResponse, generate, stream_generate
+    from dflash_mlx.generation import GenerationResponse, generate, generate_many, stream_generate, stream_many
     from dflash_mlx.pair import ModelPair, load_pair
     from dflash_mlx.sampling import SamplingParams
 
@@ -22,8 +22,10 @@ __all__ = [
     "ModelPair",
     "SamplingParams",
     "generate",
+    "generate_many",
     "load_pair",
     "stream_generate",
+    "stream_many",
 ]
 
 _HOMES = {
@@ -31,8 +33,10 @@ _HOMES = {
     "ModelPair": "dflash_mlx.pair",
     "SamplingParams": "dflash_mlx.sampling",
     "generate": "dflash_mlx.generation",
+    "generate_many": "dflash_mlx.generation",
     "load_pair": "dflash_mlx.pair",
     "stream_generate": "dflash_mlx.generation",
+    "stream_many": "dflash_mlx.generation",
 }
 
 # Here, because both must happen before anything imports mlx.

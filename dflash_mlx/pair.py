@@ -1,5 +1,6 @@
 """A target and its drafter, loaded, checked and ready to generate."""
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from mlx_lm.utils import load_tokenizer
 
 from dflash_mlx.checks import check_pair, check_shapes
 from dflash_mlx.decoding.engine import can_branch
-from dflash_mlx.decoding.policies import WidthPolicy
+from dflash_mlx.decoding.policies import GroupPolicy, WidthPolicy
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import wide_sizes
 from dflash_mlx.drafters.checkpoint import load_drafter
@@ -25,6 +26,8 @@ from dflash_mlx.hub.registry import ModelSource, find_pair, parse_source
 from dflash_mlx.hub.resolve import pair_for_target
 from dflash_mlx.kernels.few_rows import use_where_faster
 from dflash_mlx.policy.costs import load_or_measure
+from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth
+from dflash_mlx.policy.group_costs import load_or_measure_group
 from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, choose_policy
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target, load_target
@@ -51,6 +54,7 @@ class ModelPair:
     checks: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # what the user should know about the choice of models
     _costs: PairCosts | None = None
+    _group_costs: dict[int, GroupCosts] = field(default_factory=dict)
     _experience: Experience = field(default_factory=Experience)
 
     @property
@@ -75,7 +79,17 @@ class ModelPair:
         """Empty caches for one conversation. Without drafting the drafter's are left out."""
         return Session(self.target, self.drafter if draft else None)
 
-    def width_policy(self, width: int | None = None, *, tree: bool = False) -> WidthPolicy:
+    def new_experience(self) -> Experience:
+        """What earlier answers taught, for a new one to begin with; it learns on a copy of its own."""
+        return copy.deepcopy(self._experience)
+
+    def learn(self, experience: Experience) -> None:
+        """Let the next answers begin with what an answer has learnt, now that it is finished."""
+        self._experience = self._experience.merged(experience)
+
+    def width_policy(
+        self, width: int | None = None, *, tree: bool = False, experience: Experience | None = None
+    ) -> WidthPolicy:
         """A policy for one answer: always `width` drafts, in a chain or a `tree`, or by measured speed when None."""
         if width is not None:
             places = self.block_size - 1
@@ -85,7 +99,30 @@ class ModelPair:
             if tree and not (self.drafter is not None and can_branch(self.target, self.drafter)):
                 raise UsageError("this pair's drafts cannot be a tree; leave `tree` out.")
             return FixedWidth(width, places=places if tree else 0)
-        return choose_policy(self.round_costs(), self.block_size - 1, self._experience)
+        # A policy follows what rounds of its own answer take, so the costs are a copy, too.
+        costs = copy.deepcopy(self.round_costs())
+        return choose_policy(costs, self.block_size - 1, experience or self.new_experience())
+
+    def group_policy(self, width: int | None = None, *, most_lanes: int) -> GroupPolicy:
+        """A policy for up to `most_lanes` lanes: always `width` drafts, or by measured speed when None."""
+        if width is not None or self.drafter is None or most_lanes < 2 or not self.target.takes_rows():
+            return FixedGroup(width or 0)
+        return GroupWidth(copy.deepcopy(self.group_costs(most_lanes)), self.block_size - 1)
+
+    def group_costs(self, most_lanes: int, report: Report | None = None) -> GroupCosts:
+        """What rounds that lanes share cost on this machine; measured the first time, then remembered on disk."""
+        assert self.drafter is not None
+        if most_lanes not in self._group_costs:
+            self._group_costs[most_lanes] = load_or_measure_group(
+                self.target,
+                self.drafter,
+                places=self.block_size - 1,
+                most_lanes=most_lanes,
+                folders=self.folders,
+                dtype=self.dtype,
+                report=report,
+            )
+        return self._group_costs[most_lanes]
 
     def round_costs(self, report: Report | None = None) -> PairCosts:
         """Seconds a round takes by width on this machine; measured the first time, then remembered on disk."""

@@ -159,8 +159,13 @@ class Rows:
             return mx.concatenate([own, *theirs[len(taken) :]]) if added else own
 
         for i, leaf in enumerate(self.attention):
-            leaf.keys = merged([leaf.keys, *[other.attention[i].keys for other in others]])
-            leaf.values = merged([leaf.values, *[other.attention[i].values for other in others]])
+            theirs = [other.attention[i] for other in others]
+            leaf.keys = merged([leaf.keys, *[other.keys for other in theirs]])
+            leaf.values = merged([leaf.values, *[other.values for other in theirs]])
+            for other in theirs:
+                del other.keys, other.values
+            # Layer by layer, so that both copies of one layer is all that is ever held.
+            mx.eval(leaf.keys, leaf.values)
         for i, state in enumerate(self.states):
             for j, array in enumerate(state.cache):
                 state.cache[j] = merged([array, *[other.states[i].cache[j] for other in others]])

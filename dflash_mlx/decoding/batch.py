@@ -56,14 +56,15 @@ class Batch:
         block = block_of(self.anchors, drafts)
         self.bounds = [bound + block.shape[1] for bound in self.bounds]
         tree = drafts if isinstance(drafts, DraftTree) else None
-        return self.caches.feed(self._run, block, at=self.at, room=max(self.bounds), tree=tree)
+        return self.caches.feed(self.run, block, at=self.at, room=max(self.bounds), tree=tree)
 
     def move_on(self, verdict: Verdict) -> None:
         """Let the next round begin where a round ends; what it keeps need not be known to the host."""
         self.at = self.at + 1 if verdict.outcome.depth == 0 else self.at + 1 + verdict.outcome.num_accepted
         self.anchors = verdict.outcome.next_anchor[:, 0]
 
-    def _run(self, tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array | None]:
+    def run(self, tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array | None]:
+        """The target over tokens (B, L): logits and, for a drafter, features (B, L, taps * D)."""
         if self.state is None:
             return self.target.forward(tokens, caches), None
         return self.target.forward_tapped(tokens, caches, self.state.taps)

@@ -68,7 +68,7 @@ class Engine:
     """Answers made together; `policy` chooses the width for several lanes, a single lane has a policy of its own."""
 
     def __init__(self, target: Target, drafter: DFlashDrafter | None, *, policy: GroupPolicy | None = None) -> None:
-        self.target, self.policy = target, policy
+        self.target, self.drafter, self.policy = target, drafter, policy
         self._batch = Batch(target, drafter)
         self._joining: list[Lane] = []
         self._round: Round | None = None

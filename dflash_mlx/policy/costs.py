@@ -1,10 +1,6 @@
 """What a round costs on this machine, by width: measured once for a pair and remembered on disk."""
 
-import hashlib
-import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +14,12 @@ from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import BRANCHES, rank, wide_sizes
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash_state import DFlashState
-from dflash_mlx.hub.registry import cache_home
+from dflash_mlx.policy.stored import fingerprint, read_json, store
 from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.policy.width import STEEP, FixedWidth, RoundCosts
-from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 7
+_SCHEMA = 8
 _PROMPT_TOKENS = 64
 # Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and `_SECONDS_A_WIDTH`.
 _WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 40
@@ -45,9 +40,9 @@ def load_or_measure(
     report: Callable[[str, float | None], None] | None = None,
 ) -> PairCosts:
     """The costs of a round, from disk when this pair was measured on this machine before."""
-    path = cache_home() / "round-costs" / f"{_fingerprint(folders, block_size, dtype)}.json"
+    name = f"round-costs/{fingerprint(folders, _SCHEMA, block_size, dtype)}"
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(name)
         return PairCosts(_from_json(stored["chains"]), _from_json(stored["trees"]) if stored["trees"] else None)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         pass  # Not measured yet, or a file that cannot be used: measure.
@@ -58,7 +53,7 @@ def load_or_measure(
         costs = measure(target, drafter, block_size=block_size)
     # What other work on the machine has spoilt serves for now, and is not remembered.
     if plausible(costs):
-        _store(path, costs)
+        store(name, {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None})
     return costs
 
 
@@ -176,36 +171,3 @@ def _from_json(stored: dict[str, Any]) -> RoundCosts:
         for name in ("round_seconds", "draft_seconds")
     )
     return RoundCosts(rounds, drafts, steep=bool(stored["steep"]), places=int(stored["places"]))
-
-
-def _fingerprint(folders: tuple[Path, ...], block_size: int, dtype: mx.Dtype) -> str:
-    """Changes with anything that changes what a round costs."""
-    machine = backend()
-    parts = [
-        _SCHEMA,
-        machine.kind,
-        machine.chip,
-        machine.mlx_version,
-        machine.blas,
-        os.cpu_count(),
-        block_size,
-        dtype,
-    ]
-    digest = hashlib.sha256("|".join(map(str, parts)).encode())
-    for folder in folders:
-        digest.update((folder / "config.json").read_bytes())
-        for file in sorted(folder.glob("*.safetensors")):
-            digest.update(f"{file.name}:{file.stat().st_size}".encode())
-    return digest.hexdigest()[:24]
-
-
-def _store(path: Path, costs: PairCosts) -> None:
-    """Write the costs; a read-only cache folder only means that they are measured again next time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            stored = {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None}
-            json.dump(stored, file)
-        os.replace(file.name, path)
-    except OSError:
-        pass

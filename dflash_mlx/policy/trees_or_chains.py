@@ -7,7 +7,7 @@ known of trees, so now and then a few rounds go to them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -53,6 +53,15 @@ class Experience:
     lead: float | None = None
     gained: float = _PRIOR_TOKENS
     promised: float = _PRIOR_TOKENS
+
+    def merged(self, newest: "Experience") -> "Experience":
+        """This and what a finished answer has learnt since, which counts as much as everything before."""
+        return replace(
+            newest,
+            estimate=self.estimate.merged(newest.estimate),
+            gained=(self.gained + newest.gained) / 2,
+            promised=(self.promised + newest.promised) / 2,
+        )
 
 
 class _Look:

@@ -15,7 +15,7 @@ again later.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 
 from dflash_mlx.decoding.tree import Candidates, DraftTree, Node, grow
 from dflash_mlx.policy.pauses import Pauses
@@ -127,6 +127,14 @@ class AcceptanceEstimate:
     def fade(self, factor: float) -> None:
         self.tried = [count * factor for count in self.tried]
         self.kept = [count * factor for count in self.kept]
+
+    def merged(self, newest: "AcceptanceEstimate") -> "AcceptanceEstimate":
+        """The mean of two estimates, by how often each position was tried."""
+
+        def mean(a: list[float], b: list[float]) -> list[float]:
+            return [(x + y) / 2 for x, y in zip_longest(a, b, fillvalue=0.0)]
+
+        return AcceptanceEstimate(mean(self.tried, newest.tried), mean(self.kept, newest.kept))
 
     def expected_tokens(self, widest: int) -> list[float]:
         """Tokens that rounds of width 0 to `widest` gain on average. A position rarely reached is taken to be like the

@@ -75,9 +75,10 @@ class MemoryBudget:
 
 
 def total_need(needs: Iterable[Need]) -> int:
-    """Bytes of answers under way together: each has its caches, but only one forward runs at a time."""
+    """Bytes of answers under way together: rows of one batch are all as long as the longest, and one forward runs."""
     needs = list(needs)
-    return sum(need.caches for need in needs) + max((need.work for need in needs), default=0)
+    longest = max((need.caches for need in needs), default=0)
+    return len(needs) * longest + max((need.work for need in needs), default=0)
 
 
 def default_limit() -> int:
@@ -95,11 +96,14 @@ def measure_session(pair: ModelPair, *, draft: bool) -> SessionSize:
     session.feed([1] * _PROBE_TOKENS)
     caches = [*session.target_cache, *session.draft_cache]
     mx.eval(arrays_of(caches))
-    return session_size(caches)
+    return session_size(caches, in_rows=pair.target.takes_rows())
 
 
-def session_size(caches: list[Any]) -> SessionSize:
-    """What caches that hold something say about their growth: those with keys grow by the position."""
+def session_size(caches: list[Any], *, in_rows: bool) -> SessionSize:
+    """What caches that hold something say about their growth: those with keys grow by the position.
+
+    in_rows: answers are made in the rows of a batch.
+    """
     fixed, growing = 0, []
     for cache in _flat(caches):
         size = sum(array.nbytes for array in arrays_of(cache))
@@ -108,8 +112,8 @@ def session_size(caches: list[Any]) -> SessionSize:
             fixed += size
         else:
             positions = (keys if isinstance(keys, mx.array) else keys[0]).shape[-2]
-            window = getattr(cache, "max_size", None)
-            # A window holds the newest chunk besides.
+            window = None if in_rows else getattr(cache, "max_size", None)
+            # A window holds the newest chunk besides; in a batch it is a mask over all positions.
             growing.append((size // positions, window + PREFILL_STEP if window else None))
     return SessionSize(fixed, tuple(growing))
 

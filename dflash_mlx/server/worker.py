@@ -1,18 +1,19 @@
-"""The one thread that owns MLX: takes jobs from a queue and makes their answers in turn, a round of each at a time."""
+"""The one thread that owns MLX: takes jobs from a queue and makes their answers together, in shared rounds."""
 
 import copy
 import math
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from dflash_mlx.answer import Answer, GenerationResponse, fitting_max_tokens
+from dflash_mlx.answering import Answering
 from dflash_mlx.decoding.fork import can_cut, fork
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.errors import PromptError, UsageError
-from dflash_mlx.generation import GenerationResponse, fitting_max_tokens, generate_steps
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.server.fair_queue import FairQueue
 from dflash_mlx.server.memory import MemoryBudget, Need, total_need
@@ -24,6 +25,10 @@ __all__ = ["Job", "QueueFullError", "Ticket", "TooLargeError", "Worker", "Worker
 
 # A prompt that another answer is just reading is waited for if that saves this many tokens.
 _WORTH_WAITING = 64
+# Answers at a time, unless the caller says otherwise: the most that are tried, and where they are made one by one.
+_MOST_ACTIVE, _MOST_APART = 32, 4
+# Twice as many answers at a time must give so many times as many tokens a second.
+_WORTH_DOUBLING = 1.1
 
 
 @dataclass(eq=False)
@@ -33,9 +38,16 @@ class _Running:
     ticket: Ticket
     need: Need
     started_at: float
-    session: Session | None = None
-    steps: Generator[GenerationResponse | None, None, None] | None = None
-    prefilling: bool = True
+    answer: Answer | None = None
+
+    @property
+    def session(self) -> Session | None:
+        return self.answer.session if self.answer is not None else None
+
+    @property
+    def reading(self) -> bool:
+        """Whether its prompt is being read."""
+        return self.answer is not None and self.answer.lane is None
 
     @property
     def job(self) -> Job:
@@ -46,9 +58,9 @@ class Worker:
     """Answers jobs from any thread or event loop; nothing else may touch the pair's models while it runs.
 
     draft=False refuses to draft at all. max_queue: jobs that may wait beside those in progress, of which there are
-    at most max_active. cache_bytes: for the prefix cache, by default half of what the models leave over. memory_bytes:
-    what models, caches and answers may take, by default most of the machine's memory. width: drafts a round; None
-    chooses by measured speed.
+    at most max_active, by default as many as this machine gains by. cache_bytes: for the prefix cache, by default half
+    of what the models leave over. memory_bytes: what models, caches and answers may take, by default most of the
+    machine's memory. width: drafts a round; None chooses by measured speed.
     """
 
     def __init__(
@@ -57,14 +69,17 @@ class Worker:
         *,
         draft: bool = True,
         max_queue: int = 64,
-        max_active: int = 4,
+        max_active: int | None = None,
         cache_bytes: int | None = None,
         memory_bytes: int | None = None,
         width: int | None = None,
     ) -> None:
         self.pair = pair
         self.draft = draft and pair.drafter is not None
-        self.max_queue, self.max_active, self.width = max_queue, max_active, width
+        self.max_queue, self.width = max_queue, width
+        self._max_active_wanted = max_active
+        self.max_active = max_active or _MOST_ACTIVE
+        self._answering: Answering | None = None
         self._memory = MemoryBudget(pair, memory_bytes)
         self._cache_bytes = cache_bytes
         self._cache = PrefixCache(0)
@@ -166,9 +181,11 @@ class Worker:
         error: BaseException | None = None
         try:
             self._prepare()
-            while self._admit():
-                for running in list(self._active):
-                    self._advance(running)
+            assert self._answering is not None
+            with self._answering:
+                while self._admit():
+                    self._turn()
+                self._stop_all()
         except BaseException as caught:  # A bug of ours: nobody may wait for ever because of it.
             error = caught
             raise
@@ -176,10 +193,16 @@ class Worker:
             self._shut_down(error)
 
     def _prepare(self) -> None:
+        together = self.pair.target.takes_rows()
         if self.draft and self.width is None:
             self.pair.round_costs()
+        most = self._max_active_wanted or (_MOST_ACTIVE if together else _MOST_APART)
+        self._answering = Answering(self.pair, draft=self.draft, width=self.width, most_lanes=most)
+        if self._max_active_wanted is None and together and self.draft and self.width is None:
+            most = worthwhile_lanes(self.pair.group_costs(most).plain)
         self._memory.measure(draft=self.draft)
         with self._changed:
+            self.max_active = most
             self._cache.limit_bytes = self._memory.room // 2 if self._cache_bytes is None else self._cache_bytes
             self._ready = True
 
@@ -211,58 +234,65 @@ class Worker:
         self._cache.shrink(self._memory.room - total_need(r.need for r in self._active))
         return not done
 
-    def _advance(self, running: _Running) -> None:
-        """A round or a prefill chunk of one answer."""
+    def _turn(self) -> None:
+        """Begin what can begin, end what was cancelled, and make a round of every answer."""
+        assert self._answering is not None
+        for running in list(self._active):
+            if running.ticket.cancelled:
+                self._finish(running, "cancelled")
+                running.ticket.end()
+            elif running.answer is None and not self._should_wait(running):
+                try:
+                    self._begin(running)
+                except Exception as error:
+                    self._fail(running, error)
+        by_answer = {running.answer: running for running in self._active if running.answer is not None}
+        for answer, news in self._answering.turn():
+            running = by_answer[answer]
+            with self._changed:
+                self._progress_at = time.perf_counter()
+                if isinstance(news, GenerationResponse):
+                    self._totals.count_round(news)
+            if isinstance(news, Exception):
+                self._fail(running, news)
+            elif isinstance(news, GenerationResponse):
+                self._hand_over(running, news)
+
+    def _hand_over(self, running: _Running, response: GenerationResponse) -> None:
         ticket = running.ticket
-        if ticket.cancelled:
-            self._finish(running, "cancelled")
-            ticket.end()
-            return
-        try:
-            if running.steps is None:
-                if self._should_wait(running):
-                    return
-                self._begin(running)
-            assert running.steps is not None
-            response = next(running.steps)
-        except Exception as error:
-            self._finish(running, "error", keep=False)
-            ticket.end(error)
-            return
-        with self._changed:
-            self._progress_at = time.perf_counter()
-            if response is not None:
-                self._totals.count_round(response)
-        if response is None:
-            self._keep_snapshot(running)
-            return
-        if running.prefilling:
-            running.prefilling = False
+        if ticket.first_token_seconds is None:
             ticket.first_token_seconds = time.perf_counter() - ticket.submitted_at
         if response.finish_reason is not None:
             self._finish(running, response.finish_reason)
         ticket.put(response)
 
+    def _fail(self, running: _Running, error: Exception) -> None:
+        self._finish(running, "error", keep=False)
+        running.ticket.end(error)
+
     def _begin(self, running: _Running) -> None:
-        """Find the session that saves most, and make the answer ready to go."""
+        """Find the session that saves most, and begin the answer."""
         job, draft = running.job, self._drafts(running.job)
-        running.session = self._cache.take(
+        session = self._cache.take(
             job.owner,
             job.prompt,
             lambda: self.pair.new_session(draft=draft),
             draft=draft,
             active=[r.session for r in self._relatives(running) if r.session is not None],
         )
-        running.steps = generate_steps(
+        running.answer = Answer(
             self.pair,
             job.prompt,
             job.params,
-            session=running.session,
+            session=session,
             draft=draft,
             width=self.width,
             constraint=job.constraint,
+            on_prompt_read=lambda session: self._keep_snapshot(job.owner, session),
         )
-        cached = min(common_prefix(running.session.tokens, job.prompt), len(job.prompt) - 1)
+        assert self._answering is not None
+        self._answering.add(running.answer)
+        cached = min(common_prefix(session.tokens, job.prompt), len(job.prompt) - 1)
         with self._changed:
             self._totals.prompt_tokens += len(job.prompt)
             self._totals.cached_tokens += cached
@@ -273,7 +303,7 @@ class Worker:
             other
             for other in self._active
             if other is not running
-            and other.steps is not None
+            and other.answer is not None
             and other.job.owner == running.job.owner
             and self._drafts(other.job) == self._drafts(running.job)
         ]
@@ -283,7 +313,7 @@ class Worker:
         prompt = running.job.prompt
         known = self._cache.known(running.job.owner, prompt, draft=self._drafts(running.job))
         return any(
-            other.prefilling
+            other.reading
             and other.session is not None
             and can_cut(other.session)
             and min(common_prefix(other.job.prompt, prompt), len(prompt) - 1)
@@ -291,28 +321,30 @@ class Worker:
             for other in self._relatives(running)
         )
 
-    def _keep_snapshot(self, running: _Running) -> None:
+    def _keep_snapshot(self, owner: str, session: Session) -> None:
         """Caches that cannot go back are copied where the prompt ends, so that a changed answer can start there."""
-        session = running.session
-        assert session is not None
-        if len(session.tokens) == len(running.job.prompt) - 1 and not can_cut(session):
-            self._cache.put(running.job.owner, fork(session, len(session.tokens)))
+        if not can_cut(session):
+            self._cache.put(owner, fork(session, len(session.tokens)))
 
     def _finish(self, running: _Running, reason: str, *, keep: bool = True) -> None:
         """Take an answer out of the rounds; its session goes to the cache, unless it may be damaged."""
-        if running.steps is not None:
-            try:
-                running.steps.close()
-            except Exception:
-                keep = False
-        if keep and running.session is not None:
-            self._cache.put(running.job.owner, running.session)
-        running.session = running.steps = None
+        assert self._answering is not None
+        if running.answer is not None:
+            self._answering.remove(running.answer)
+            if keep:
+                self._cache.put(running.job.owner, running.answer.session)
+            running.answer = None
         with self._changed:
             self._active.remove(running)
             self._totals.count_finish(reason)
             self._job_seconds = 0.8 * self._job_seconds + 0.2 * (time.perf_counter() - running.started_at)
         mx.clear_cache()
+
+    def _stop_all(self) -> None:
+        """The time to finish is over."""
+        for running in list(self._active):
+            self._finish(running, "cancelled", keep=False)
+            running.ticket.end(WorkerClosedError())
 
     def _shut_down(self, error: BaseException | None) -> None:
         """End what is left, and free the memory."""
@@ -320,13 +352,19 @@ class Worker:
             if error is not None:
                 self._error = f"{type(error).__name__}: {error}"
             waiting = self._queue.clear()
-        for running in list(self._active):
-            self._finish(running, "cancelled" if error is None else "error", keep=False)
-            running.ticket.end(WorkerClosedError(self._error))
-        for ticket in waiting:
+            left, self._active = self._active, []
+        for ticket in [*(running.ticket for running in left), *waiting]:
             ticket.end(WorkerClosedError(self._error))
         self._cache.clear()
         mx.clear_cache()
+
+
+def worthwhile_lanes(plain: Mapping[int, float]) -> int:
+    """Up to how many answers at a time the tokens a second still rise; plain: seconds of a round by answers."""
+    lanes = min(plain)
+    while 2 * lanes in plain and 2 * plain[lanes] >= _WORTH_DOUBLING * plain[2 * lanes]:
+        lanes *= 2
+    return lanes
 
 
 def _evaluate(pair: ModelPair) -> None:

@@ -37,7 +37,7 @@ def test_windows_and_states_do_not_grow():
     for cache in filled[:2]:
         cache.update_and_fetch(mx.zeros((1, 2, 8, 4)), mx.zeros((1, 2, 8, 4)))
     filled[2][0], filled[2][1] = mx.zeros((1, 3, 10)), mx.zeros((1, 7))
-    size = session_size([filled[0], CacheList(filled[1]), filled[2]])
+    size = session_size([filled[0], CacheList(filled[1]), filled[2]], in_rows=False)
     row = 2 * 2 * 4 * 4
     assert size.bytes(10_000) == 10_240 * row + (64 + PREFILL_STEP) * row + (30 + 7) * 4
     assert size.bytes(10) == 256 * row + 256 * row + (30 + 7) * 4

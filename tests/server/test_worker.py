@@ -11,10 +11,12 @@ import pytest
 from serving import answer, collect, job, random_prompt, random_tokens, tokens_of, wait_until
 from tiny import VOCAB
 
+from dflash_mlx.answer import Answer
+from dflash_mlx.decoding.engine import Engine
+from dflash_mlx.decoding.session import Session
 from dflash_mlx.errors import PromptError, UsageError
 from dflash_mlx.generation import generate
 from dflash_mlx.sampling import SamplingParams
-from dflash_mlx.server import worker as worker_module
 from dflash_mlx.server.worker import Job, QueueFullError, TooLargeError, Worker, WorkerClosedError
 
 
@@ -80,16 +82,20 @@ def test_a_short_request_is_not_stuck_behind_a_long_one(serve):
 def test_a_long_prompt_is_read_in_chunks_between_others_rounds(pair, serve, monkeypatch):
     monkeypatch.setattr("dflash_mlx.decoding.engine.PREFILL_STEP", 16)
     worker = serve(max_active=2)
-    order = []
-    advance = worker._advance
-
-    def watched(running):
-        order.append(len(running.job.prompt))
-        advance(running)
-
-    monkeypatch.setattr(worker, "_advance", watched)
     rng = random.Random(4)
     long, short = [rng.randrange(1, VOCAB) for _ in range(200)], [3, 4]
+    expected = generate(pair, long, SamplingParams(max_tokens=3)).token_ids
+    order = []
+
+    def watched(kind, method, word):
+        def call(self, *args, **kwargs):
+            order.append(word)
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, method.__name__, call)
+
+    watched(Session, Session.feed, "chunk")
+    watched(Engine, Engine.advance, "round")
 
     async def run():
         first = worker.submit(job(short, 300))
@@ -100,10 +106,10 @@ def test_a_long_prompt_is_read_in_chunks_between_others_rounds(pair, serve, monk
         return second
 
     found = asyncio.run(run())
-    assert tokens_of(found) == generate(pair, long, SamplingParams(max_tokens=3)).token_ids
-    both = order[order.index(200) : len(order) - order[::-1].index(200)]
-    assert both.count(200) >= 13
-    assert all(a != b for a, b in itertools.pairwise(both)), "they take turns"
+    assert tokens_of(found) == expected
+    chunks = [i for i, word in enumerate(order) if word == "chunk"]
+    assert len(chunks) >= 13
+    assert all("round" in order[a:b] for a, b in itertools.pairwise(chunks)), "they take turns"
 
 
 def test_cancelling_frees_the_slot_within_a_round(serve, monkeypatch):
@@ -198,16 +204,14 @@ def test_cancelling_from_other_threads_at_any_moment(serve):
 
 def test_an_error_in_a_job_ends_that_job_only(pair, serve, monkeypatch):
     worker = serve()
-    real = worker_module.generate_steps
+    add = Answer.add
 
-    def failing(pair, tokens, *args, **options):
-        steps = real(pair, tokens, *args, **options)
-        for n, step in enumerate(steps):
-            if tokens[0] == 13 and n == 2:
-                raise RuntimeError("the device is out of memory")
-            yield step
+    def failing(self, step):
+        if self.prompt[0] == 13 and self.tokens:
+            raise RuntimeError("the device is out of memory")
+        return add(self, step)
 
-    monkeypatch.setattr(worker_module, "generate_steps", failing)
+    monkeypatch.setattr(Answer, "add", failing)
 
     async def run():
         bad, good = worker.submit(job([13, 1], 20)), worker.submit(job([12, 1], 20))

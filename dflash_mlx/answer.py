@@ -1,0 +1,222 @@
+"""One answer as it is made: its conversation's caches, its lane in the decode loop, and the text as it comes."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from dflash_mlx.decoding.accept import choose_strategy
+from dflash_mlx.decoding.constraint import Constraint
+from dflash_mlx.decoding.engine import prefill_chunks
+from dflash_mlx.decoding.lane import FinishReason, Lane, Step
+from dflash_mlx.decoding.logprobs import TokenLogprob
+from dflash_mlx.decoding.session import Session, common_prefix
+from dflash_mlx.decoding.stats import Acceptance
+from dflash_mlx.errors import PromptError, UsageError
+from dflash_mlx.pair import ModelPair
+from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.sampling import SamplingParams
+
+Mode = Literal["dflash", "plain"]
+
+
+@dataclass
+class GenerationResponse:
+    """A piece of an answer (`stream_generate`) or all of it (`generate`), with the running totals.
+
+    token_ids holds every token emitted, a final end-of-sequence token included; text leaves that one out, and a stop
+    string too. Speeds are tokens a second: `prompt_tps` over the tokens that were not cached, up to the first new
+    token; `generation_tps` over the tokens after the first. Of a round: num_accepted drafts were kept of `width`,
+    and at most `depth` could have been (a tree has more drafts than that). logprobs: of token_ids, in order; empty
+    unless asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    mode: Mode
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    prompt_tps: float = 0.0
+    generation_tps: float = 0.0
+    peak_memory_gb: float = 0.0
+    finish_reason: FinishReason | None = None
+    acceptance: Acceptance | None = None
+    num_accepted: int | None = None
+    width: int | None = None
+    depth: int | None = None
+    notice: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generation_tokens": self.generation_tokens,
+            "prompt_tps": round(self.prompt_tps, 3),
+            "generation_tps": round(self.generation_tps, 3),
+            "peak_memory_gb": round(self.peak_memory_gb, 3),
+            "mode": self.mode,
+            "acceptance": self.acceptance.to_json() if self.acceptance else None,
+        }
+
+
+class Answer:
+    """An answer to a prompt (token ids): read the prompt, let the `lane` join an engine, `add` each of its steps.
+
+    on_prompt_read gets the session once its prompt was read, all but the last token, unless nothing was left to read.
+    Raises PromptError and UsageError for what cannot be done.
+    """
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        session: Session | None = None,
+        draft: bool = True,
+        width: int | None = None,
+        tree: bool = False,
+        constraint: Constraint | None = None,
+        on_prompt_read: Callable[[Session], None] | None = None,
+    ) -> None:
+        self.on_prompt_read = on_prompt_read
+        self.max_tokens = fitting_max_tokens(pair, len(prompt), params.max_tokens)
+        if session is None:
+            session = pair.new_session(draft=draft)
+        elif draft and pair.drafter is not None and session.drafter is None:
+            raise UsageError("this session was made without a drafter; make it with pair.new_session().")
+        self.pair, self.prompt, self.params, self.session, self.constraint = pair, prompt, params, session, constraint
+        self.drafting = draft and session.drafter is not None
+        self.mode: Mode = "dflash" if self.drafting else "plain"
+        self._experience = pair.new_experience()
+        self.policy = (
+            pair.width_policy(width, tree=tree, experience=self._experience) if self.drafting else FixedWidth(0)
+        )
+        self.acceptance = Acceptance()
+        self.tokens = self.cached_tokens = 0
+        self.lane: Lane | None = None
+        # Text that may be the beginning of a stop string and is not shown yet.
+        self.held = ""
+        self.started = time.perf_counter()
+        self.first_token_at: float | None = None
+        self.detokenizer = pair.tokenizer.detokenizer
+
+    def read(self, *, chunk: Callable[[], int] | None = None) -> Iterator[tuple[int, int]]:
+        """Read what the session does not hold of the prompt; yields (done, total) after each chunk.
+
+        `chunk()` says how many tokens the next one should have at most. Then there is a `lane`.
+        """
+        session, prompt = self.session, self.prompt
+        self.started = time.perf_counter()
+        session.rewind(min(common_prefix(session.tokens, prompt), len(prompt) - 1))
+        self.cached_tokens = len(session.tokens)
+        yield from prefill_chunks(session, prompt[:-1], chunk=chunk)
+        if self.on_prompt_read is not None and len(session.tokens) > self.cached_tokens:
+            self.on_prompt_read(session)
+        self.lane = Lane(
+            session=session,
+            prompt=prompt,
+            strategy=choose_strategy(self.params),
+            policy=self.policy,
+            max_tokens=self.max_tokens,
+            eos_ids=self.pair.eos_ids,
+            processors=self.params.logits_processors(),
+            guide=self.constraint.start() if self.constraint is not None else None,
+            top_logprobs=self.params.top_logprobs,
+        )
+
+    def finish(self) -> None:
+        """Let later answers begin with what this one has learnt."""
+        if self.drafting:
+            self.pair.learn(self._experience)
+
+    def add(self, step: Step) -> GenerationResponse:
+        """Turn a round's tokens into a response. Tokens after a stop string are dropped."""
+        now = time.perf_counter()
+        if self.first_token_at is None:
+            self.first_token_at = now
+        finish = step.finish_reason
+        taken: list[int] = []
+        text = ""
+        for token in step.tokens:
+            taken.append(token)
+            if token not in self.pair.eos_ids:
+                self.detokenizer.add_token(token)
+            last = finish is not None and len(taken) == len(step.tokens)
+            if last:
+                self.detokenizer.finalize()
+            piece, stopped = hold_back(self.held + self.detokenizer.last_segment, self.params.stop)
+            shown, self.held = piece
+            text += shown
+            if stopped:
+                finish = "stop"
+                break
+            if last:
+                text, self.held = text + self.held, ""
+        self.tokens += len(taken)
+        num_accepted = min(step.num_accepted, len(taken))
+        self.acceptance.record(width=step.width, depth=step.depth, num_accepted=num_accepted, tokens=len(taken))
+        return self._response(text, taken, finish, step, num_accepted, now)
+
+    def _response(
+        self,
+        text: str,
+        token_ids: list[int],
+        finish: FinishReason | None,
+        step: Step,
+        num_accepted: int,
+        now: float,
+    ) -> GenerationResponse:
+        assert self.first_token_at is not None
+        drafted = step.width > 0
+        decoding = now - self.first_token_at
+        return GenerationResponse(
+            text=text,
+            token_ids=token_ids,
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached_tokens,
+            generation_tokens=self.tokens,
+            prompt_tps=(len(self.prompt) - self.cached_tokens) / max(self.first_token_at - self.started, 1e-9),
+            generation_tps=(self.tokens - 1) / decoding if decoding > 0 else 0.0,
+            peak_memory_gb=mx.get_peak_memory() / 1e9,
+            mode=self.mode,
+            finish_reason=finish,
+            acceptance=self.acceptance if self.mode == "dflash" else None,
+            num_accepted=num_accepted if drafted else None,
+            width=step.width if drafted else None,
+            depth=step.depth if drafted else None,
+            notice=self.policy.take_notice(),
+            logprobs=step.logprobs[: len(token_ids)],
+        )
+
+
+def fitting_max_tokens(pair: ModelPair, prompt_tokens: int, wanted: int) -> int:
+    """How many of the `wanted` tokens the context has room for. Raises PromptError when there is room for none."""
+    if prompt_tokens == 0:
+        raise PromptError("the prompt is empty; give at least one token of text.")
+    limit = pair.context_length
+    if limit is not None and prompt_tokens >= limit:
+        raise PromptError(
+            f"the prompt has {prompt_tokens} tokens and this model's context holds {limit}; "
+            "shorten the prompt so that room is left for an answer."
+        )
+    return wanted if limit is None else min(wanted, limit - prompt_tokens)
+
+
+def hold_back(text: str, stop: Sequence[str]) -> tuple[tuple[str, str], bool]:
+    """Split text into what can be shown and what may become a stop string: ((shown, held), stopped).
+
+    When a stop string is complete, `shown` ends before its first occurrence, nothing is held and stopped is true.
+    """
+    found = [at for at in (text.find(s) for s in stop) if at >= 0]
+    if found:
+        return (text[: min(found)], ""), True
+    keep = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+    return (text[: len(text) - keep], text[len(text) - keep :]), False

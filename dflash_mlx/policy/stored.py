@@ -1,0 +1,54 @@
+"""Measurements of this machine that are remembered on disk."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.hub.registry import cache_home
+from dflash_mlx.runtime import backend
+
+
+def fingerprint(folders: Sequence[Path], *settings: object) -> str:
+    """Changes with anything that changes what models in these folders cost here."""
+    machine = backend()
+    parts = [*settings, machine.kind, machine.chip, machine.mlx_version, machine.blas, os.cpu_count()]
+    digest = hashlib.sha256("|".join(map(str, parts)).encode())
+    for folder in folders:
+        digest.update((folder / "config.json").read_bytes())
+        for file in sorted(folder.glob("*.safetensors")):
+            digest.update(f"{file.name}:{file.stat().st_size}".encode())
+    return digest.hexdigest()[:24]
+
+
+def read_stored(name: str, keys: Sequence[str]) -> dict[str, dict[int, float]] | None:
+    """The tables (number -> seconds) stored as `name`; None where they are missing or cannot be used."""
+    try:
+        stored = read_json(name)
+        return {key: {int(number): float(seconds) for number, seconds in stored[key].items()} for key in keys}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def read_json(name: str) -> Any:
+    """What was stored as `name`. Raises OSError and ValueError."""
+    return json.loads(_path(name).read_text(encoding="utf-8"))
+
+
+def store(name: str, value: Mapping[str, Any]) -> None:
+    """Remember a value; a read-only cache folder only means that it is measured again next time."""
+    path = _path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(value, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass
+
+
+def _path(name: str) -> Path:
+    return cache_home() / f"{name}.json"
