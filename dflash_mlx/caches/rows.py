@@ -135,9 +135,12 @@ class Rows:
     def reserve(self, positions: int) -> None:
         """Make room for this many positions in each row: what the host knows that no length can exceed."""
         if positions > self.lengths.capacity:
-            self.lengths.capacity = _stepped(positions)
-            for leaf in self.attention:
-                leaf.keys, leaf.values = (self._padded(array) for array in (leaf.keys, leaf.values))
+            self._grow(_stepped(positions))
+
+    def _grow(self, capacity: int) -> None:
+        self.lengths.capacity = capacity
+        for leaf in self.attention:
+            leaf.keys, leaf.values = (self._padded(array) for array in (leaf.keys, leaf.values))
 
     def _padded(self, array: mx.array) -> mx.array:
         missing = self.lengths.capacity - array.shape[2]
@@ -145,9 +148,9 @@ class Rows:
 
     def join(self, others: Sequence["Rows"], *, free: Sequence[int] = ()) -> list[int]:
         """Take over the rows of others, one each, into rows that are `free` or new ones; returns their numbers."""
-        self.reserve(max(other.lengths.capacity for other in others))
-        for other in others:
-            other.reserve(self.lengths.capacity)
+        capacity = _stepped(max(rows.lengths.capacity for rows in (self, *others)))
+        for rows in (self, *others):
+            rows._grow(capacity)
         taken = [row for row, _ in zip(free, others, strict=False)]
         added = others[len(taken) :]
         numbers = [*taken, *range(self.count, self.count + len(added))]

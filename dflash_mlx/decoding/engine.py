@@ -183,6 +183,7 @@ class Engine:
         """Wait for a round, commit what it kept, let finished lanes leave, and tell the policy."""
         batch = self._batch
         mx.eval(current.verdict.arrays, plan.drafts.arrays if plan is not None and plan.drafts is not None else [])
+        ahead = plan.launched.fed if plan is not None and plan.launched is not None else 0
         results: list[Result] = []
         finished: list[Lane] = []
         kept = [current.fed] * len(current.lanes)
@@ -191,6 +192,7 @@ class Engine:
             if lane is None or batch.rows[row] is not lane:
                 continue
             result, kept[row] = self._take(lane, reading, current, row)
+            batch.bounds[row] = len(lane.session.tokens) + ahead
             results.append((lane, result))
             report.append((lane, min(reading.num_accepted, kept[row]), reading.path))
             if isinstance(result, Exception) or result.finish_reason is not None:

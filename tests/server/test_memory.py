@@ -45,7 +45,8 @@ def test_windows_and_states_do_not_grow():
 
 
 def test_answers_share_the_room_for_work():
-    assert total_need([Need(10, 5), Need(20, 7), Need(1, 1)]) == 31 + 7
+    """Rows of one batch are all as long as the longest."""
+    assert total_need([Need(10, 5), Need(20, 7), Need(1, 1)]) == 3 * 20 + 7
     assert total_need([]) == 0
 
 
