@@ -93,7 +93,7 @@ def _check_blocks(
 ) -> list[str]:
     """A block gives what token by token gives, a trimmed cache forgets, and drafts are finite."""
     session = Session(target, drafter)
-    session.feed(prompt[0].tolist())
+    session.feed(np.array(prompt[0]).tolist())
     length = prompt.shape[1]
     caches, at = open_caches(session), mx.array([length])
 

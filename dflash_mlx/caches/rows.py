@@ -107,6 +107,9 @@ class RowKVCache:
 class RowStates(ArraysCache):
     """One recurrent layer's states of B rows; `lengths` (B,), while set, says how many of the tokens fed count."""
 
+    cache: Any  # list[mx.array]
+    lengths: Any  # mx.array | None
+
 
 class Rows:
     """A model's caches for B answers: `layers`, as the model takes them, and their common `lengths`."""
@@ -122,7 +125,7 @@ class Rows:
     def of(cls, caches: Sequence[Any], length: int) -> "Rows":
         """One row with what mlx-lm's caches of one answer hold, `length` positions. The arrays move over here."""
         parts = leaves(list(caches))
-        buffers = [leaf.keys.shape[2] for leaf in parts if type(leaf) is KVCache]
+        buffers = [int(leaf.keys.shape[2]) for leaf in parts if type(leaf) is KVCache and leaf.keys is not None]
         windows = [held(leaf) for leaf in parts if isinstance(leaf, RotatingKVCache)]
         lengths = RowLengths(mx.array([length], dtype=mx.int32), max([*buffers, _stepped(length)]))
         start = length - min([*windows, length])
@@ -162,11 +165,11 @@ class Rows:
             return mx.concatenate([own, *theirs[len(taken) :]]) if added else own
 
         for i, leaf in enumerate(self.attention):
-            theirs = [other.attention[i] for other in others]
-            leaf.keys = merged([leaf.keys, *[other.keys for other in theirs]])
-            leaf.values = merged([leaf.values, *[other.values for other in theirs]])
-            for other in theirs:
-                del other.keys, other.values
+            leaves_there = [other.attention[i] for other in others]
+            leaf.keys = merged([leaf.keys, *[there.keys for there in leaves_there]])
+            leaf.values = merged([leaf.values, *[there.values for there in leaves_there]])
+            for there in leaves_there:
+                del there.keys, there.values
             # Layer by layer, so that both copies of one layer is all that is ever held.
             mx.eval(leaf.keys, leaf.values)
         for i, state in enumerate(self.states):
@@ -218,7 +221,8 @@ def _to_row(cache: Any, lengths: RowLengths, length: int) -> Any:
         states.cache, cache.cache = cache.cache, [None] * len(cache.cache)
         return states
     window = cache.max_size if isinstance(cache, RotatingKVCache) else None
-    keys, values = (_placed(cache, array, lengths.capacity, length) for array in (cache.keys, cache.values))
+    arrays: tuple[Any, Any] = cache.keys, cache.values
+    keys, values = (_placed(cache, array, lengths.capacity, length) for array in arrays)
     # A second reference would have every position copied when the first token is written.
     cache.keys = cache.values = None
     return RowKVCache(keys, values, lengths, window)
@@ -237,7 +241,8 @@ def _give(leaf: RowKVCache, row: int, length: int, origin: Any, start: int) -> N
     arrays: tuple[mx.array, ...] = leaf.keys, leaf.values
     if isinstance(origin, RotatingKVCache):
         first = max(start, length - origin.max_size - _SPARE)
-        fill_window(origin, *[mx.contiguous(array[row : row + 1, :, first:length]) for array in arrays], length)
+        keys, values = (mx.contiguous(array[row : row + 1, :, first:length]) for array in arrays)
+        fill_window(origin, keys, values, length)
         return
     if leaf.keys.shape[0] > 1:
         arrays = tuple(mx.contiguous(array[row : row + 1, :, : _stepped(length)]) for array in arrays)

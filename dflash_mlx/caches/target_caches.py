@@ -7,7 +7,6 @@ Which of them a model takes is found out by running it (`works_with`).
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,13 +84,15 @@ class BatchCaches:
             return forward(tokens, self.rows.layers)
         block = _Block([list(state.cache) for state in self.rows.states], None)
         self._blocks.append(block)
-        recording = self._recorder.recording(self.rows.states) if tokens.shape[1] > 1 else nullcontext()
-        with recording as block.recording:
+        if tokens.shape[1] == 1:
+            return forward(tokens, self.rows.layers)
+        with self._recorder.recording(self.rows.states) as block.recording:
             return forward(tokens, self.rows.layers)
 
     def commit(self, fed: int, kept: Sequence[int], *, path: Sequence[int] | None = None) -> None:
         if path is not None:
-            keep_path(self.rows, int(self.rows.lengths.value.item()), path)
+            [base] = np.array(self.rows.lengths.value).tolist()
+            keep_path(self.rows, base, path)
         if self._recorder is None:
             return
         block = self._blocks.pop(0)

@@ -80,7 +80,8 @@ def newest(window: RotatingKVCache, array: mx.array) -> mx.array:
 def _trim_window(window: RotatingKVCache, count: int) -> None:
     """Put a window in order of time and cut its end off."""
     left = held(window) - count
-    keys, values = (newest(window, array)[..., :left, :] for array in (window.keys, window.values))
+    arrays: tuple[Any, Any] = window.keys, window.values
+    keys, values = (newest(window, array)[..., :left, :] for array in arrays)
     fill_window(window, keys, values, window.offset - count)
 
 

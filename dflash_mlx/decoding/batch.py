@@ -107,7 +107,7 @@ class Batch:
         free = [row for row, lane in enumerate(self.rows) if lane is None][: len(others)]
         added = others[len(free) :]
         numbers = [*free, *range(len(self.rows), len(self.rows) + len(added))]
-        self.caches.join([other.caches for other in others], free=free)
+        self.caches.join([other.caches for other in others if isinstance(other.caches, BatchCaches)], free=free)
         if self.state is not None:
             self.state.join([other.state for other in others], free=free)
         self.at = _placed(self.at, [other.at for other in others], numbers)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from dflash_mlx.decoding.accept import Proposal
+from dflash_mlx.drafters.contract import Proposal
 from dflash_mlx.errors import DFlashError, UsageError
 
 if TYPE_CHECKING:

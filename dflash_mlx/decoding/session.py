@@ -71,7 +71,8 @@ class Session:
         self.target.forward(mx.zeros((1, 1), dtype=mx.int32), self.target_cache)
         for leaf in leaves(self.target_cache):
             if isinstance(leaf, ArraysCache):
-                leaf.cache = [mx.zeros_like(array) for array in leaf.cache]
+                states: list[Any] = leaf.cache
+                states[:] = [mx.zeros_like(array) for array in states]
             else:
                 leaf.offset = 0
 

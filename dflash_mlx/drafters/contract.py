@@ -63,11 +63,17 @@ class Chooser(Protocol):
 class DraftState(Protocol):
     """A drafter at work on a batch: what it remembers of B answers, a row for each."""
 
-    vocabulary: DraftVocabulary | None
-    # Whether what it says of a place is the same whatever is chosen at the places before.
-    supports_trees: bool
-    # Layers of the target whose outputs it wants to see, their features concatenated.
-    taps: Sequence[int]
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that may be drafted, or None for all."""
+
+    @property
+    def supports_trees(self) -> bool:
+        """Whether what it says of a place is the same whatever is chosen at the places before."""
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Layers of the target whose outputs it wants to see, their features concatenated."""
 
     def extend(self, features: mx.array, at: mx.array, *, room: int, all_kept: bool) -> None:
         """Take in the features (B, L, taps * D) of a round whose first token is at the positions `at` (B,).

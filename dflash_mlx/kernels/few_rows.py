@@ -17,6 +17,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.kernels.few_rows_attention import attention_layers, kernel_works, set_attention
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, set_few_rows
 from dflash_mlx.runtime import backend
@@ -87,9 +88,9 @@ def _compare(target: Target, drafter: DFlashDrafter, rows: int, switch: Callable
 def _seconds(target: Target, drafter: DFlashDrafter, rows: int) -> float:
     """A forward of the target and a draft, over new caches."""
     tokens = mx.arange(rows)[None] % target.vocab_size
-    caches = drafter.make_cache()
+    state = DFlashState(drafter, target, drafter.make_cache(), 0)
     started = time.perf_counter()
     logits, features = target.forward_tapped(tokens, target.make_cache(), drafter.config.target_layer_ids)
-    drafter.extend_context(features, caches)
-    mx.eval(logits, drafter(drafter.embed_block(tokens, target.embed), caches))
+    state.extend(features, mx.array([0]), room=rows, all_kept=True)
+    mx.eval(logits, state.draft(tokens[:, 0], mx.array([rows]), rows - 1, room=2 * rows).hidden)
     return time.perf_counter() - started

@@ -45,7 +45,7 @@ def load_or_measure_group(
         costs = measure_group(target, drafter, places=places, most_lanes=most_lanes)
         tables = {"plain": dict(costs.plain), "verify": dict(costs.verify), "draft": dict(costs.draft)}
         store(name, tables)
-    return GroupCosts(**tables)
+    return GroupCosts(tables["plain"], tables["verify"], tables["draft"])
 
 
 def measure_group(target: Target, drafter: DFlashDrafter, *, places: int, most_lanes: int) -> GroupCosts:
@@ -57,13 +57,13 @@ def measure_group(target: Target, drafter: DFlashDrafter, *, places: int, most_l
     lanes = 2
     while lanes <= most_lanes:
         batch = _batch_of(target, drafter, lanes)
-        plain[lanes] = _seconds(lambda batch=batch: _verify(batch, 1))
+        plain[lanes] = _seconds(_verify, batch, 1)
         for rows in _ROWS:
             if rows > places + 1 or (lanes > 2 and time.perf_counter() > ends_at):
                 break
             if lanes * rows not in verify:
-                verify[lanes * rows] = _seconds(lambda batch=batch, rows=rows: _verify(batch, rows))
-                draft[lanes * rows] = _seconds(lambda batch=batch, rows=rows: _draft(batch, rows))
+                verify[lanes * rows] = _seconds(_verify, batch, rows)
+                draft[lanes * rows] = _seconds(_draft, batch, rows)
             # Not even if every draft were kept would a wider round be worth it.
             if verify[lanes * rows] > rows * plain[lanes]:
                 break
@@ -100,12 +100,12 @@ def _draft(batch: Batch, rows: int) -> None:
     mx.eval(mx.argmax(drafted.logits, axis=-1))
 
 
-def _seconds(work: Callable[[], None]) -> float:
+def _seconds(work: Callable[[Batch, int], None], batch: Batch, rows: int) -> float:
     """The median of a few runs, after one to warm up."""
-    work()
+    work(batch, rows)
     times: list[float] = []
     while len(times) < _TIMED and (len(times) < 2 or sum(times) < _SECONDS_A_POINT):
         started = time.perf_counter()
-        work()
+        work(batch, rows)
         times.append(time.perf_counter() - started)
     return statistics.median(times)

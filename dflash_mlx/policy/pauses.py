@@ -33,7 +33,7 @@ class Pauses:
         """Tokens a second of recent drafted rounds; 0 before the first."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
-    def observe(self, tokens: int, seconds: float, plain: float) -> None:
+    def observe(self, tokens: float, seconds: float, plain: float) -> None:
         """A drafted round gained `tokens` in `seconds`; a plain step takes `plain` seconds."""
         self._rounds = _FADE * self._rounds + 1
         self._tokens = _FADE * self._tokens + tokens
