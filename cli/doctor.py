@@ -148,6 +148,10 @@ def _print_report(report: dict[str, Any]) -> None:
         line("mlx", f"{report['mlx_version']}, mlx-lm {report['mlx_lm_version']}")
         if report["kind"] == "cpu":
             line("blas", report["blas"] or "the one that MLX brings")
+        else:
+            full = report["mlx_settings"]["MLX_ENABLE_TF32"] == "0"
+            line("float32", "full precision" if full else "TF32, by your MLX_ENABLE_TF32: answers may differ")
+            line("mlx settings", ", ".join(f"{name}={value}" for name, value in report["mlx_settings"].items()))
     if "matmul_gflops" in report:
         line("speed", f"{report['matmul_gflops']:,.0f} GFLOP/s in {report['dtype']}, 16 rows at once")
     if "cache_folder" in report:

@@ -8,7 +8,7 @@ The public names are loaded on first use, so that `dflash-mlx --help` imports ne
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dflash_mlx.runtime import load_fast_blas, prefer_plain_cuda_attention
+from dflash_mlx.runtime import load_fast_blas, set_mlx_defaults
 
 if TYPE_CHECKING:
     from dflash_mlx.generation import GenerationResponse, generate, generate_many, stream_generate, stream_many
@@ -41,7 +41,7 @@ _HOMES = {
 
 # Here, because both must happen before anything imports mlx.
 load_fast_blas()
-prefer_plain_cuda_attention()
+set_mlx_defaults()
 
 
 def __getattr__(name: str) -> Any:

@@ -175,7 +175,7 @@ def load_pair(
         report("loading the drafter", None)
         drafter = load_drafter(drafter_folder, dtype=activations)
         check_shapes(target, drafter)
-        use_where_faster(target, drafter)
+    use_where_faster(target, drafter)
     pair = ModelPair(
         name=label,
         target=target,

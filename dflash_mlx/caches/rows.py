@@ -50,21 +50,13 @@ class RowLengths:
         return self._index[2]
 
     def mask(self, count: int, window: int | None) -> mx.array:
-        """Which positions each of the next `count` tokens may see: boolean, (B, 1, count, capacity).
-
-        For one row it is (count, capacity), which more kernels know.
-        """
+        """Which positions each of the next `count` tokens may see: boolean, (B, 1, count, capacity)."""
         if self.tree is not None:
-            return self.tree[1] if window is None else self.tree[1] & self._within(self.tree[0][:, None], window)
-        own = self.value[:, None, None, None] + mx.arange(count)[:, None] if self.rows > 1 else self._own(count)
-        mask = mx.arange(self.capacity) <= own
-        return mask if window is None else mask & self._within(own, window)
-
-    def _own(self, count: int) -> mx.array:
-        return self.value + mx.arange(count)[:, None]
-
-    def _within(self, own: mx.array, window: int) -> mx.array:
-        return own < mx.arange(self.capacity) + window
+            own, mask = self.tree[0][:, None], self.tree[1][None, None]
+        else:
+            own = self.value[:, None, None, None] + mx.arange(count)[:, None]
+            mask = mx.arange(self.capacity) <= own
+        return mask if window is None else mask & (own < mx.arange(self.capacity) + window)
 
 
 class RowKVCache:
@@ -99,9 +91,7 @@ class RowKVCache:
         return mx.put_along_axis(array, self.lengths.index(tokens.shape[2]), tokens.astype(array.dtype), axis=2)
 
     def make_mask(self, count: int, *, window_size: int | None = None, return_array: bool = False) -> mx.array:
-        mask = self.lengths.mask(count, window_size or self.window)
-        # Models that ask for an array go on to compute with it, and know batches' masks as (B, 1, count, positions).
-        return mask[None, None] if return_array and mask.ndim == 2 else mask
+        return self.lengths.mask(count, window_size or self.window)
 
 
 class RowStates(ArraysCache):

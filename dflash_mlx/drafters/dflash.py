@@ -48,9 +48,8 @@ class DraftAttention(nn.Module):
         queries = self.q_norm(self.q_proj(x).reshape(batch, length, self.num_heads, -1)).transpose(0, 2, 1, 3)
         queries = rope(queries, offset=cache.offset)
         keys, values = cache.update_and_fetch(*self.keys_and_values(x, rope, cache.offset))
-        mask = seen.mask if batch > 1 else seen.mask[0, 0]
         out = scaled_dot_product_attention(
-            queries, seen.read(keys), seen.read(values), cache=None, scale=self.scale, mask=mask
+            queries, seen.read(keys), seen.read(values), cache=None, scale=self.scale, mask=seen.mask
         )
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 

@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.kernels.few_rows_attention import attention_layers, kernel_works, set_attention
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, set_few_rows
 from dflash_mlx.runtime import backend
-from dflash_mlx.targets.target import Target
+from dflash_mlx.targets.target import Target, activation_dtype
 
 # Numbers of rows that the linear kernel is tried with, rising; the last at which it was faster is the most that it is
 # used for.
@@ -33,21 +35,26 @@ _TIMED = 5
 _ROUND = 16
 
 
-def use_where_faster(target: Target, drafter: DFlashDrafter) -> None:
+def use_where_faster(target: Target, drafter: DFlashDrafter | None) -> None:
     """Use the kernels in both models where they are faster on this machine.
 
     Only on CUDA: a Mac's GPU and a CPU have no such cost to avoid.
     """
     if backend().kind != "cuda":
         return
-    attention = attention_layers(target.model) + attention_layers(drafter)
+    models: list[nn.Module] = [target.model, *([drafter] if drafter is not None else [])]
+    attention = [layer for model in models for layer in attention_layers(model)]
+    head_dims = {target.head_dim, drafter.config.head_dim if drafter is not None else None}
+    dtype = drafter.dtype if drafter is not None else activation_dtype(target.model)
 
     def switch_attention(on: bool) -> None:
         set_attention(attention, kernel=on)
 
-    head_dims = {drafter.config.head_dim, target.head_dim}
-    if all(kernel_works(drafter.dtype, head_dim) for head_dim in head_dims if head_dim):
-        switch_attention(_is_faster(*_compare(target, drafter, _ROUND, switch_attention)))
+    if all(kernel_works(dtype, head_dim) for head_dim in head_dims if head_dim):
+        rows = _ROUND if drafter is not None else 1
+        switch_attention(_is_faster(*_compare(target, drafter, rows, switch_attention)))
+    if drafter is None:
+        return
 
     layers = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
 
@@ -71,7 +78,9 @@ def _is_faster(ordinary: float, kernel: float) -> bool:
     return kernel <= (1 - _GAIN) * ordinary
 
 
-def _compare(target: Target, drafter: DFlashDrafter, rows: int, switch: Callable[[bool], None]) -> tuple[float, float]:
+def _compare(
+    target: Target, drafter: DFlashDrafter | None, rows: int, switch: Callable[[bool], None]
+) -> tuple[float, float]:
     """Medians of what a round's computing takes over `rows` rows, in turns: the ordinary way, and switched."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     try:
@@ -85,12 +94,22 @@ def _compare(target: Target, drafter: DFlashDrafter, rows: int, switch: Callable
     return ordinary, kernel
 
 
-def _seconds(target: Target, drafter: DFlashDrafter, rows: int) -> float:
-    """A forward of the target and a draft, over new caches."""
+def _seconds(target: Target, drafter: DFlashDrafter | None, rows: int) -> float:
+    """A forward of the target and a draft, over new caches like those of a round."""
     tokens = mx.arange(rows)[None] % target.vocab_size
+    caches = target.make_cache()
+    mx.eval(target.forward(tokens[:, :1], caches))
+    if target.takes_rows():
+        held = Rows.of(caches, 1)
+        held.reserve(1 + rows)
+        caches = held.layers
+    if drafter is None:
+        started = time.perf_counter()
+        mx.eval(target.forward(tokens, caches))
+        return time.perf_counter() - started
     state = DFlashState(drafter, target, drafter.make_cache(), 0)
     started = time.perf_counter()
-    logits, features = target.forward_tapped(tokens, target.make_cache(), drafter.config.target_layer_ids)
+    logits, features = target.forward_tapped(tokens, caches, drafter.config.target_layer_ids)
     state.extend(features, mx.array([0]), room=rows, all_kept=True)
     mx.eval(logits, state.draft(tokens[:, 0], mx.array([rows]), rows - 1, room=2 * rows).hidden)
     return time.perf_counter() - started

@@ -26,14 +26,14 @@ MOST_KEYS = 4096
 # It reads the keys once for each row, so much work is better done by products. Rows, and numbers multiplied for the
 # scores; on an H200 a launch of this many takes about as long as the products.
 MOST_ROWS = 64
-_MOST_WORK = 40_000_000
+_MOST_WORK = 160_000_000
 _NAME = "scaled_dot_product_attention"
 _PREFIX = "FewRows"
 # What two ways to compute attention may differ by, relative to its spread.
 _ROUNDING = 0.02
 _THREADS = 256
 
-# A block of threads computes one query head of one row. Threads in groups of D / 8 share a key: 8 numbers each. One
+# A block of threads computes one query head of one row of one sequence. Threads in groups of D / 8 share a key: 8 numbers each. One
 # kernel serves all kinds of masks, because compiling one takes seconds the first time.
 _SOURCE = """
     constexpr int LANES = D / 8;
@@ -44,7 +44,7 @@ _SOURCE = """
     __shared__ float warp_values[WARPS];
     __shared__ float warp_outputs[WARPS][D];
 
-    const int head = blockIdx.x, row = blockIdx.y;
+    const int head = blockIdx.x, row = blockIdx.y, sequence = blockIdx.z;
     const int rows = q_shape[2], keys = k_shape[2];
     const int kind = static_cast<int>(settings[1]);
     const int last = kind == CAUSAL ? keys - rows + row : keys - 1;
@@ -62,16 +62,18 @@ _SOURCE = """
     };
 
     float query[8], numbers[8];
-    load(q + head * q_strides[1] + row * q_strides[2] + 8 * part * q_strides[3], q_strides[3], query);
-    const T* from_keys = k + kv_head * k_strides[1] + 8 * part * k_strides[3];
-    const T* from_values = v + kv_head * v_strides[1] + 8 * part * v_strides[3];
+    load(q + sequence * q_strides[0] + head * q_strides[1] + row * q_strides[2] + 8 * part * q_strides[3],
+         q_strides[3], query);
+    const T* from_keys = k + sequence * k_strides[0] + kv_head * k_strides[1] + 8 * part * k_strides[3];
+    const T* from_values = v + sequence * v_strides[0] + kv_head * v_strides[1] + 8 * part * v_strides[3];
+    const bool* sees = mask + sequence * mask_strides[0] + row * mask_strides[2];
 
     // Scores, in base 2, and the highest of them.
     constexpr float NEVER = -3e38f;
     float highest = NEVER;
     for (int first = 0; first < keys; first += GROUPS) {
       const int i = first + group;
-      const bool seen = i <= last && (kind != MASK || mask[row * mask_strides[0] + i * mask_strides[1]]);
+      const bool seen = i <= last && (kind != MASK || sees[i * mask_strides[3]]);
       float score = 0;
       if (seen) {
         load(from_keys + i * k_strides[2], k_strides[3], numbers);
@@ -117,7 +119,7 @@ _SOURCE = """
     for (int d = threadIdx.x; d < D; d += THREADS) {
       float sum = 0;
       for (int i = 0; i < WARPS; i++) sum += warp_outputs[i][d];
-      out[(row * q_shape[1] + head) * D + d] = static_cast<T>(sum / total);
+      out[((static_cast<int64_t>(sequence) * rows + row) * q_shape[1] + head) * D + d] = static_cast<T>(sum / total);
     }
 """
 # What a row sees, as the kernel is told: everything, what comes before it, or what a mask says.
@@ -134,43 +136,44 @@ def attend(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """mlx-lm's `scaled_dot_product_attention`, by the kernel where it fits; queries (1, heads, L, head_dim)."""
+    """mlx-lm's `scaled_dot_product_attention`, by the kernel where it fits; queries (B, heads, L, head_dim)."""
     if hasattr(cache, "bits") or sinks is not None or not fits(queries, keys, values, mask):
         ordinary: Any = scaled_dot_product_attention  # its annotation leaves "causal" out
         return ordinary(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-    _, heads, rows, head_dim = queries.shape
+    batch, heads, rows, head_dim = queries.shape
     kind = _ALL if mask is None else _CAUSAL if isinstance(mask, str) else _MASK
     settings, no_mask = _settings(scale, kind)
     (out,) = _kernel()(
         inputs=[queries, keys, values, settings, mask if kind == _MASK else no_mask],
         template=[("T", queries.dtype), ("D", head_dim), *_CONSTANTS],
-        grid=(heads * _THREADS, rows, 1),
+        grid=(heads * _THREADS, rows, batch),
         threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(1, rows, heads, head_dim)],
+        output_shapes=[(batch, rows, heads, head_dim)],
         output_dtypes=[queries.dtype],
     )
     return out.transpose(0, 2, 1, 3)
 
 
 def fits(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
-    """Whether the kernel was made for this: one sequence, a few rows, and a mask that says which keys a row sees."""
+    """Whether the kernel was made for this: a few rows of each sequence, and a mask that says which keys a row sees."""
     batch, heads, rows, head_dim = queries.shape
     _, kv_heads, length, _ = keys.shape
     return (
-        batch == 1
-        and 1 < rows <= MOST_ROWS
+        rows <= MOST_ROWS
+        # Of a single row without a mask MLX makes one launch, too.
+        and (rows > 1 or isinstance(mask, mx.array))
         and rows <= length <= MOST_KEYS
-        and heads * rows * length * head_dim <= _MOST_WORK
+        and batch * heads * rows * length * head_dim <= _MOST_WORK
         # A power of two, of which a warp of 32 threads holds at least one.
         and 16 <= head_dim <= 256
         and head_dim & (head_dim - 1) == 0
-        and keys.shape == values.shape == (1, kv_heads, length, head_dim)
+        and keys.shape == values.shape == (batch, kv_heads, length, head_dim)
         and heads % kv_heads == 0
         and queries.dtype == keys.dtype == values.dtype
         and (
             mask is None
             or (isinstance(mask, str) and mask == "causal")
-            or (isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.shape == (rows, length))
+            or (isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.shape == (batch, 1, rows, length))
         )
     )
 
@@ -178,12 +181,12 @@ def fits(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | s
 def kernel_works(dtype: mx.Dtype, head_dim: int) -> bool:
     """Whether the kernel can be compiled here and gives what MLX's attention gives; True where it would not be used."""
     rng = np.random.default_rng(0)
-    rows, length = 5, 70
+    batch, rows, length = 2, 5, 70
     queries, keys, values = (
-        mx.array(rng.standard_normal((1, heads, count, head_dim), dtype=np.float32)).astype(dtype)
+        mx.array(rng.standard_normal((batch, heads, count, head_dim), dtype=np.float32)).astype(dtype)
         for heads, count in ((4, rows), (2, length), (2, length))
     )
-    tree = mx.array((rng.random((rows, length)) > 0.5) | np.eye(rows, length, dtype=bool))
+    tree = mx.array((rng.random((batch, 1, rows, length)) > 0.5) | np.eye(rows, length, dtype=bool))
     try:
         for mask in (None, "causal", tree):
             call: Any = {"cache": None, "scale": head_dim**-0.5, "mask": mask}
@@ -247,6 +250,6 @@ def _kernel() -> Any:
 @cache
 def _settings(scale: float, kind: int) -> tuple[mx.array, mx.array]:
     """What the kernel is told, and what stands for a mask where there is none."""
-    settings, no_mask = mx.array([scale, kind], dtype=mx.float32), mx.ones((1, 1), dtype=mx.bool_)
+    settings, no_mask = mx.array([scale, kind], dtype=mx.float32), mx.ones((1, 1, 1, 1), dtype=mx.bool_)
     mx.eval(settings, no_mask)
     return settings, no_mask
