@@ -1,7 +1,7 @@
 """One answer as it is made: its conversation's caches, its lane in the decode loop, and the text as it comes."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,7 +67,7 @@ class GenerationResponse:
 
 
 class Answer:
-    """An answer to a prompt (token ids): read the prompt, let the `lane` join an engine, `add` each of its steps.
+    """An answer to a prompt (token ids): `open` it, `read` the prompt, `begin` its lane, `add` each of its steps.
 
     on_prompt_read gets the session once its prompt was read, all but the last token, unless nothing was left to read.
     Raises PromptError and UsageError for what cannot be done.
@@ -108,21 +108,28 @@ class Answer:
         self.first_token_at: float | None = None
         self.detokenizer = pair.tokenizer.detokenizer
 
-    def read(self, *, chunk: Callable[[], int] | None = None) -> Iterator[tuple[int, int]]:
-        """Read what the session does not hold of the prompt; yields (done, total) after each chunk.
-
-        `chunk()` says how many tokens the next one should have at most. Then there is a `lane`.
-        """
-        session, prompt = self.session, self.prompt
+    def open(self) -> None:
+        """Let the session hold no more than a beginning of the prompt."""
         self.started = time.perf_counter()
-        session.rewind(min(common_prefix(session.tokens, prompt), len(prompt) - 1))
-        self.cached_tokens = len(session.tokens)
-        yield from prefill_chunks(session, prompt[:-1], chunk=chunk)
-        if self.on_prompt_read is not None and len(session.tokens) > self.cached_tokens:
-            self.on_prompt_read(session)
+        self.session.rewind(min(common_prefix(self.session.tokens, self.prompt), len(self.prompt) - 1))
+        self.cached_tokens = len(self.session.tokens)
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that are still to be read; the last one is fed by the first round."""
+        return len(self.prompt) - 1 - len(self.session.tokens)
+
+    def read(self, most: int) -> None:
+        """Read the next chunk of the prompt, of at most so many tokens."""
+        next(prefill_chunks(self.session, self.prompt[:-1], most=most))
+
+    def begin(self) -> Lane:
+        """The lane, once the prompt has been read."""
+        if self.on_prompt_read is not None and len(self.session.tokens) > self.cached_tokens:
+            self.on_prompt_read(self.session)
         self.lane = Lane(
-            session=session,
-            prompt=prompt,
+            session=self.session,
+            prompt=self.prompt,
             strategy=choose_strategy(self.params),
             policy=self.policy,
             max_tokens=self.max_tokens,
@@ -131,6 +138,7 @@ class Answer:
             guide=self.constraint.start() if self.constraint is not None else None,
             top_logprobs=self.params.top_logprobs,
         )
+        return self.lane
 
     def finish(self) -> None:
         """Let later answers begin with what this one has learnt."""

@@ -2,11 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from dflash_mlx.answer import Answer, GenerationResponse
+from dflash_mlx.decoding.batch import Batch
 from dflash_mlx.decoding.engine import PREFILL_STEP, Engine
+from dflash_mlx.decoding.fork import can_cut
+from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.wired import wired
 
@@ -16,6 +19,8 @@ News = GenerationResponse | Exception | tuple[int, int]
 # this much later.
 _READING = 1.5
 _SMALLEST_CHUNK = 16
+# Tokens of short prompts that are read in one pass.
+_TOGETHER = 2048
 
 
 class Answering:
@@ -29,7 +34,7 @@ class Answering:
         self.most_lanes = most_lanes
         self._policy = pair.group_policy(width if draft else 0, most_lanes=most_lanes)
         self._engines: list[Engine] = []
-        self._reading: deque[tuple[Answer, Iterator[tuple[int, int]]]] = deque()
+        self._reading: deque[Answer] = deque()
         self._lanes: dict[object, Answer] = {}
         self._round_seconds = 0.0
         self._seconds_a_token = 0.0
@@ -40,7 +45,7 @@ class Answering:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for answer in [*(answer for answer, _ in self._reading), *self._lanes.values()]:
+        for answer in [*self._reading, *self._lanes.values()]:
             self.remove(answer)
         self._held.close()
 
@@ -51,11 +56,13 @@ class Answering:
 
     def add(self, answer: Answer) -> None:
         """Begin an answer: its prompt is read in the next turns."""
-        self._reading.append((answer, answer.read(chunk=self._chunk)))
+        answer.open()
+        self._reading.append(answer)
 
     def remove(self, answer: Answer) -> None:
         """End an answer at once; its session holds what was committed."""
-        self._reading = deque(entry for entry in self._reading if entry[0] is not answer)
+        if answer in self._reading:
+            self._reading.remove(answer)
         if answer.lane is not None and answer.lane in self._lanes:
             del self._lanes[answer.lane]
             for engine in self._engines:
@@ -75,35 +82,69 @@ class Answering:
         return news
 
     def _read(self) -> list[tuple[Answer, News]]:
-        """A chunk of each prompt in turn; while answers are running, only for as long as they can wait."""
+        """Read short prompts together, and a chunk of each long one; only as much as running answers can wait for."""
         news: list[tuple[Answer, News]] = []
         ends_at = time.perf_counter() + _READING * self._round_seconds
-        running = bool(self._lanes)
-        for _ in range(len(self._reading)):
-            if running and news and time.perf_counter() >= ends_at:
-                break
-            answer, chunks = self._reading.popleft()
-            before, started = len(answer.session.tokens), time.perf_counter()
+        running, turns = bool(self._lanes), len(self._reading)
+        while turns > 0 and not (running and news and time.perf_counter() >= ends_at):
+            answers = self._next_to_read(turns)
+            turns -= len(answers)
+            before, started = sum(answer.unread for answer in answers), time.perf_counter()
             try:
-                done = next(chunks, None)
-                if done is None:
-                    self._start(answer)
-                    continue
+                if len(answers) > 1:
+                    self._read_together(answers)
+                else:
+                    self._read_chunk(answers[0])
             except Exception as error:
-                news.append((answer, error))
+                news += [(answer, error) for answer in answers]
                 continue
-            self._time_reading(len(answer.session.tokens) - before, time.perf_counter() - started)
-            news.append((answer, done))
-            if done[0] < done[1]:
-                self._reading.append((answer, chunks))
-            else:
-                # Nothing is left to read: this makes the lane.
-                next(chunks, None)
-                self._start(answer)
+            self._time_reading(before - sum(answer.unread for answer in answers), time.perf_counter() - started)
+            news += [(answer, (len(answer.session.tokens) - answer.cached_tokens, before)) for answer in answers]
         return news
 
+    def _next_to_read(self, most: int) -> list[Answer]:
+        """The next answer to read for and, where that is a short new prompt, others of about the same length."""
+        first = self._reading.popleft()
+        found = [first]
+        if not self._fits_together(first):
+            return found
+        room = min(self._chunk(), _TOGETHER)
+        for other in [answer for answer in self._reading if self._fits_together(answer)]:
+            longest = max(answer.unread for answer in [*found, other])
+            alike = min(answer.unread for answer in [*found, other]) >= longest // 2 - 16
+            same = other.drafting == first.drafting
+            if same and alike and longest * (len(found) + 1) <= room and len(found) < most:
+                self._reading.remove(other)
+                found.append(other)
+        return found
+
+    def _fits_together(self, answer: Answer) -> bool:
+        """Whether a prompt can be read in one pass with others: nothing of it is known, and nothing is to be copied."""
+        fresh = not answer.session.tokens and answer.unread > 0
+        return fresh and self.pair.target.takes_rows() and (answer.on_prompt_read is None or can_cut(answer.session))
+
+    def _read_together(self, answers: Sequence[Answer]) -> None:
+        drafter = self._drafter_of(answers[0])
+        batch = Batch.reading(self.pair.target, drafter, [answer.prompt for answer in answers])
+        for answer in answers:
+            answer.session.tokens = answer.prompt[:-1]
+        lanes = [answer.begin() for answer in answers]
+        batch.begin(lanes)
+        self._engine_for(answers[0]).join_all(batch)
+        self._lanes.update(zip(lanes, answers, strict=True))
+
+    def _read_chunk(self, answer: Answer) -> None:
+        if answer.unread:
+            answer.read(self._chunk())
+        if answer.unread:
+            self._reading.append(answer)
+            return
+        lane = answer.begin()
+        self._engine_for(answer).join(lane)
+        self._lanes[lane] = answer
+
     def _chunk(self) -> int:
-        """Tokens of a prompt to read at once."""
+        """Tokens of prompts to read at once."""
         if not self._lanes or not self._seconds_a_token:
             return PREFILL_STEP
         return max(_SMALLEST_CHUNK, int(_READING * self._round_seconds / self._seconds_a_token))
@@ -113,14 +154,12 @@ class Answering:
             pace = seconds / tokens
             self._seconds_a_token = 0.5 * (self._seconds_a_token + pace) if self._seconds_a_token else pace
 
-    def _start(self, answer: Answer) -> None:
-        assert answer.lane is not None
-        self._engine_for(answer).join(answer.lane)
-        self._lanes[answer.lane] = answer
+    def _drafter_of(self, answer: Answer) -> DFlashDrafter | None:
+        return answer.session.drafter if answer.drafting else None
 
     def _engine_for(self, answer: Answer) -> Engine:
         """Answers with and without a drafter are made apart, and each by itself where the target cannot do several."""
-        target, drafter = self.pair.target, answer.session.drafter if answer.drafting else None
+        target, drafter = self.pair.target, self._drafter_of(answer)
         for engine in self._engines:
             if target.takes_rows() and engine.drafter is drafter:
                 return engine

@@ -118,7 +118,7 @@ def _check_blocks(
         tolerance,
     )
 
-    state = DFlashState(drafter, target, session.draft_cache, length)
+    state = DFlashState.of(drafter, target, session.draft_cache, length)
     drafted = state.draft(block[:, 0], at, _BLOCK - 1, room=length + _BLOCK).logits
     if not mx.all(mx.isfinite(drafted)).item():
         raise PairError("the drafter's logits are not finite; try another --dtype, float32 for instance.")

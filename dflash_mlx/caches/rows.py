@@ -21,6 +21,8 @@ from dflash_mlx.caches.trimming import fill_window, held, leaves, newest
 _STEP = 256
 # Positions that a window keeps beyond those it needs, so that a conversation can go back a little.
 _SPARE = 32
+# Bytes of a layer's keys from which rows are put together layer by layer.
+_LARGE = 2**24
 
 
 class RowLengths:
@@ -81,6 +83,11 @@ class RowKVCache:
         self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
         return self.keys, self.values
 
+    @property
+    def state(self) -> tuple[mx.array, mx.array]:
+        """What is computed when the cache is."""
+        return self.keys, self.values
+
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All positions, as the last `update_and_fetch` returned them: for layers that share another's."""
         return self.keys, self.values
@@ -121,6 +128,12 @@ class Rows:
         start = length - min([*windows, length])
         return cls([_to_row(cache, lengths, length) for cache in caches], lengths, [start])
 
+    @classmethod
+    def blank(cls, caches: Sequence[Any], rows: int, positions: int) -> "Rows":
+        """So many rows without a position, and room for some, for a model with such caches (see `fill_blank`)."""
+        lengths = RowLengths(mx.zeros((rows,), dtype=mx.int32), _stepped(positions))
+        return cls([_blank(cache, lengths) for cache in caches], lengths, [0] * rows)
+
     @property
     def count(self) -> int:
         return self.lengths.rows
@@ -139,20 +152,20 @@ class Rows:
         missing = self.lengths.capacity - array.shape[2]
         return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing > 0 else array
 
-    def join(self, others: Sequence["Rows"], *, free: Sequence[int] = ()) -> list[int]:
-        """Take over the rows of others, one each, into rows that are `free` or new ones; returns their numbers."""
+    def join(self, others: Sequence["Rows"], *, free: Sequence[int] = ()) -> None:
+        """Take over the rows of others: into rows that are `free` first, then as new ones."""
         capacity = _stepped(max(rows.lengths.capacity for rows in (self, *others)))
         for rows in (self, *others):
             rows._grow(capacity)
-        taken = [row for row, _ in zip(free, others, strict=False)]
-        added = others[len(taken) :]
-        numbers = [*taken, *range(self.count, self.count + len(added))]
+        free = list(free)[: sum(other.count for other in others)]
 
         def merged(arrays: Sequence[mx.array]) -> mx.array:
             own, *theirs = arrays
-            for row, array in zip(taken, theirs, strict=False):
-                own[row : row + 1] = array
-            return mx.concatenate([own, *theirs[len(taken) :]]) if added else own
+            arriving = theirs[0] if len(theirs) == 1 else mx.concatenate(theirs)
+            for i, row in enumerate(free):
+                own[row : row + 1] = arriving[i : i + 1]
+            added = arriving[len(free) :]
+            return mx.concatenate([own, added]) if added.shape[0] else own
 
         for i, leaf in enumerate(self.attention):
             leaves_there = [other.attention[i] for other in others]
@@ -160,16 +173,17 @@ class Rows:
             leaf.values = merged([leaf.values, *[there.values for there in leaves_there]])
             for there in leaves_there:
                 del there.keys, there.values
-            # Layer by layer, so that both copies of one layer is all that is ever held.
-            mx.eval(leaf.keys, leaf.values)
+            if leaf.keys.nbytes > _LARGE:
+                # Layer by layer, so that both copies of one layer is all that is ever held.
+                mx.eval(leaf.keys, leaf.values)
         for i, state in enumerate(self.states):
             for j, array in enumerate(state.cache):
                 state.cache[j] = merged([array, *[other.states[i].cache[j] for other in others]])
         self.lengths.value = merged([mx.array(self.lengths.value), *[other.lengths.value for other in others]])
-        self.starts += [0] * len(added)
-        for row, other in zip(numbers, others, strict=True):
-            self.starts[row] = other.starts[0]
-        return numbers
+        starts = [start for other in others for start in other.starts]
+        for row, start in zip(free, starts, strict=False):
+            self.starts[row] = start
+        self.starts += starts[len(free) :]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Leave only these rows, in this order."""
@@ -218,10 +232,29 @@ def _to_row(cache: Any, lengths: RowLengths, length: int) -> Any:
     return RowKVCache(keys, values, lengths, window)
 
 
+def _blank(cache: Any, lengths: RowLengths) -> Any:
+    """A layer of rows that hold nothing, of the kind and sizes of one answer's `cache`."""
+    rows = lengths.rows
+    if isinstance(cache, CacheList):
+        return CacheList(*[_blank(part, lengths) for part in cache.caches])
+    if isinstance(cache, ArraysCache):
+        states, arrays = RowStates(len(cache.cache)), list[Any](cache.cache)
+        states.cache = [mx.zeros((rows, *array.shape[1:]), array.dtype) for array in arrays]
+        return states
+    held_arrays: tuple[Any, Any] = cache.keys, cache.values
+    keys, values = (
+        mx.zeros((rows, array.shape[1], lengths.capacity, array.shape[3]), array.dtype) for array in held_arrays
+    )
+    window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+    return RowKVCache(keys, values, lengths, window)
+
+
 def _placed(cache: Any, array: mx.array, capacity: int, length: int) -> mx.array:
     """A cache's keys or values, each position at its own place in `capacity` places."""
     if isinstance(cache, RotatingKVCache):
         array = newest(cache, array)
+        if array.shape[2] == 0:
+            return mx.zeros((*array.shape[:2], capacity, array.shape[3]), array.dtype)
         return mx.pad(array, [(0, 0), (0, 0), (length - array.shape[2], capacity - length), (0, 0)])
     missing = capacity - array.shape[2]
     return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing else array

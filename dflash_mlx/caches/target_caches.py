@@ -109,6 +109,20 @@ class BatchCaches:
         for state in self.rows.states:
             state.lengths = None
 
+    def read(
+        self, forward: Forward, tokens: mx.array, counts: Sequence[int], *, at: mx.array, room: int
+    ) -> mx.array | None:
+        """Read the first `counts` of each row's tokens (B, L) of prompts; returns features where there are any."""
+        assert not self._blocks
+        self.rows.reserve(room)
+        self.rows.lengths.value = at
+        for state in self.rows.states:
+            state.lengths = mx.array(list(counts))
+        _, features = forward(tokens, self.rows.layers)
+        for state in self.rows.states:
+            state.lengths = None
+        return features
+
     def join(self, others: Sequence["BatchCaches"], *, free: Sequence[int]) -> None:
         """Take over the rows of others, between rounds; see `Rows.join`."""
         assert not self._blocks

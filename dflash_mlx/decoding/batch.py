@@ -84,50 +84,73 @@ class Batch:
         if not self.lanes:
             self.clear()
 
-    def arrange(self, arriving: Sequence[Lane]) -> list[int]:
-        """Put the rows in order between rounds: new lanes take the rows of those that left, or follow the others.
+    def arrange(self, arriving: Sequence["Batch"]) -> list[int]:
+        """Put the rows in order between rounds: new ones take the place of those that are free, or follow the others.
 
-        Returns the rows of those that stay, as they were.
+        Returns the rows of the lanes that stay, as they were.
         """
         stay = [row for row, lane in enumerate(self.rows) if lane is not None]
-        if arriving:
-            self._take_in(list(arriving))
+        for other in arriving:
+            self._take_in(other)
         if any(lane is None for lane in self.rows):
             self._keep([row for row, lane in enumerate(self.rows) if lane is not None])
         return stay
 
-    def _take_in(self, lanes: list[Lane]) -> None:
-        others = [self._of(lane) for lane in lanes]
+    def _take_in(self, other: "Batch") -> None:
         if not self.rows:
-            first, *others = others
-            vars(self).update(vars(first))
-        if not others:
+            vars(self).update(vars(other))
             return
         assert isinstance(self.caches, BatchCaches)
-        free = [row for row, lane in enumerate(self.rows) if lane is None][: len(others)]
-        added = others[len(free) :]
-        numbers = [*free, *range(len(self.rows), len(self.rows) + len(added))]
-        self.caches.join([other.caches for other in others if isinstance(other.caches, BatchCaches)], free=free)
+        assert isinstance(other.caches, BatchCaches)
+        free = [row for row, lane in enumerate(self.rows) if lane is None][: len(other.rows)]
+        added = len(other.rows) - len(free)
+        numbers = [*free, *range(len(self.rows), len(self.rows) + added)]
+        self.caches.join([other.caches], free=free)
         if self.state is not None:
-            self.state.join([other.state for other in others], free=free)
-        self.at = _placed(self.at, [other.at for other in others], numbers)
-        self.anchors = _placed(self.anchors, [other.anchors for other in others], numbers)
-        self.rows += [None] * len(added)
-        self.bounds += [0] * len(added)
-        for row, other in zip(numbers, others, strict=True):
-            self.rows[row], self.bounds[row] = other.rows[0], other.bounds[0]
+            self.state.join([other.state], free=free)
+        self.at = _placed(self.at, other.at, numbers)
+        self.anchors = _placed(self.anchors, other.anchors, numbers)
+        self.rows += [None] * added
+        self.bounds += [0] * added
+        for row, lane, bound in zip(numbers, other.rows, other.bounds, strict=True):
+            self.rows[row], self.bounds[row] = lane, bound
 
-    def _of(self, lane: Lane) -> "Batch":
+    @classmethod
+    def of(cls, lane: Lane, drafter: DFlashDrafter | None) -> "Batch":
         """A batch of one lane, whose session's caches move there."""
         session, length = lane.session, len(lane.session.tokens)
-        single = Batch(self.target, self.drafter)
-        single.rows, single.bounds = [lane], [length]
-        single.at = mx.array([length], dtype=mx.int32)
-        single.anchors = mx.array([lane.anchor], dtype=mx.uint32)
-        if self.drafter is not None:
-            single.state = DFlashState(self.drafter, self.target, session.draft_cache, length)
-        single.caches = open_caches(session)
-        return single
+        batch = cls(session.target, drafter)
+        batch.caches = open_caches(session)
+        if drafter is not None:
+            batch.state = DFlashState.of(drafter, session.target, session.draft_cache, length)
+        batch.begin([lane])
+        return batch
+
+    @classmethod
+    def reading(cls, target: Target, drafter: DFlashDrafter | None, prompts: Sequence[Sequence[int]]) -> "Batch":
+        """Read the prompts of new answers in one pass, all but their last tokens; `begin` then gives the rows lanes."""
+        batch = cls(target, drafter)
+        counts = [len(prompt) - 1 for prompt in prompts]
+        room = max(counts)
+        caches = BatchCaches(Rows.blank(target.blank_cache(), len(prompts), room), target.layers, target.ropes)
+        if drafter is not None:
+            batch.state = DFlashState.blank(drafter, target, len(prompts), room)
+        tokens = mx.array([[*prompt[:-1], *[0] * (room - len(prompt) + 1)] for prompt in prompts], dtype=mx.uint32)
+        at = mx.zeros((len(prompts),), dtype=mx.int32)
+        features = caches.read(batch.run, tokens, counts, at=at, room=room)
+        held: list[Any] = [leaf.state for leaf in caches.rows.attention]
+        if batch.state is not None and features is not None:
+            batch.state.extend(features, at, room=room, all_kept=False)
+            held += [leaf.state for leaf in batch.state.layers()]
+        mx.eval(held, [state.cache for state in caches.rows.states])
+        batch.caches = caches
+        return batch
+
+    def begin(self, lanes: Sequence[Lane]) -> None:
+        """Give the rows their lanes, whose prompts have been read."""
+        self.rows, self.bounds = list(lanes), [len(lane.session.tokens) for lane in lanes]
+        self.at = mx.array(self.bounds, dtype=mx.int32)
+        self.anchors = mx.array([lane.anchor for lane in lanes], dtype=mx.uint32)
 
     def _keep(self, rows: list[int]) -> None:
         assert isinstance(self.caches, BatchCaches)
@@ -148,9 +171,9 @@ def open_caches(session: Session) -> TargetCaches:
     return BatchCaches(Rows.of(session.target_cache, len(session.tokens)), target.layers, target.ropes)
 
 
-def _placed(own: mx.array, others: Sequence[mx.array], rows: Sequence[int]) -> mx.array:
-    """(B,) with the others' single values, (1,) each, in these rows; rows from B on are new."""
+def _placed(own: mx.array, values: mx.array, rows: Sequence[int]) -> mx.array:
+    """(B,) with values (n,) in these rows, of which those from B on are new."""
     added = max(0, max(rows) + 1 - own.shape[0])
     placed = mx.pad(own, (0, added)) if added else mx.array(own)
-    placed[mx.array(list(rows))] = mx.concatenate(list(others)).astype(own.dtype)
+    placed[mx.array(list(rows))] = values.astype(own.dtype)
     return placed

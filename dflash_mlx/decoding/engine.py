@@ -70,34 +70,38 @@ class Engine:
     def __init__(self, target: Target, drafter: DFlashDrafter | None, *, policy: GroupPolicy | None = None) -> None:
         self.target, self.drafter, self.policy = target, drafter, policy
         self._batch = Batch(target, drafter)
-        self._joining: list[Lane] = []
+        self._joining: list[Batch] = []
         self._round: Round | None = None
         self._left_at = self._read_at = time.perf_counter()
 
     @property
     def lanes(self) -> list[Lane]:
         """Those whose answers are not finished."""
-        return [*self._batch.lanes, *self._joining]
+        return [lane for batch in (self._batch, *self._joining) for lane in batch.lanes]
 
     def join(self, lane: Lane) -> None:
         """Let a lane take part from the next round on. Its session's caches come here."""
         assert lane.session.away is None
+        self.join_all(Batch.of(lane, self.drafter))
+
+    def join_all(self, batch: Batch) -> None:
+        """The same for lanes that are in a batch already (`Batch.reading`)."""
         assert self.target.takes_rows() or not self.lanes, "this target's answers are made one at a time"
-        lane.session.away = self
-        if self._may_branch(lane):
-            lane.strategy = for_trees(lane.strategy)
-        self._joining.append(lane)
+        for lane in batch.lanes:
+            lane.session.away = self
+            if self._may_branch(lane):
+                lane.strategy = for_trees(lane.strategy)
+        self._joining.append(batch)
 
     def leave(self, lane: Lane) -> None:
         """End a lane's answer, at any time: its session has its caches back, with what was committed."""
         if lane.session.away is not self:
             return
-        if lane in self._joining:
-            self._joining.remove(lane)
-        else:
-            self._batch.give_back(self._batch.row_of(lane))
-            if not self._batch.rows:
-                self._round = None
+        [batch] = [batch for batch in (self._batch, *self._joining) if lane in batch.rows]
+        batch.give_back(batch.row_of(lane))
+        self._joining = [batch for batch in self._joining if batch.rows]
+        if not self._batch.rows:
+            self._round = None
         lane.session.away = None
 
     def advance(self) -> list[Result]:
@@ -336,11 +340,10 @@ class Engine:
         self.leave(next(lane for lane in self.lanes if lane.session is session))
 
     def layers_of(self, session: Session) -> tuple[int, list[Any], list[Any]]:
-        batch = self._batch
-        row = next((i for i, lane in enumerate(batch.rows) if lane is not None and lane.session is session), None)
-        if row is None or not isinstance(batch.caches, BatchCaches):
-            return 0, session.target_cache, list(session.draft_cache)
-        return row, batch.caches.rows.layers, batch.state.layers() if batch.state is not None else []
+        [lane] = [lane for lane in self.lanes if lane.session is session]
+        [batch] = [batch for batch in (self._batch, *self._joining) if lane in batch.rows]
+        assert isinstance(batch.caches, BatchCaches)
+        return batch.row_of(lane), batch.caches.rows.layers, batch.state.layers() if batch.state is not None else []
 
     @contextmanager
     def _whole_or_reset(self) -> Iterator[None]:
@@ -412,15 +415,13 @@ def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int]
             on_prefill(done, total)
 
 
-def prefill_chunks(
-    session: Session, tokens: list[int], *, chunk: Callable[[], int] | None = None
-) -> Iterator[tuple[int, int]]:
+def prefill_chunks(session: Session, tokens: list[int], *, most: int = PREFILL_STEP) -> Iterator[tuple[int, int]]:
     """`prefill` a chunk at a time; yields (done, total) after each, when the session is in order and may be left.
 
-    Chunks are those of mlx-lm's plain decoding, and so are the numbers, unless `chunk()` wants smaller ones.
+    Chunks are those of mlx-lm's plain decoding, and so are the numbers, unless they are to have fewer tokens (`most`).
     """
     start = len(session.tokens)
     while (at := len(session.tokens)) < len(tokens):
-        session.feed(tokens[at : at + min(PREFILL_STEP, chunk() if chunk is not None else PREFILL_STEP)])
+        session.feed(tokens[at : at + min(PREFILL_STEP, most)])
         mx.clear_cache()
         yield len(session.tokens) - start, len(tokens) - start

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.rollback import Rollback, choose_rollback
-from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.targets.target import Target
 
@@ -66,15 +65,9 @@ class Session:
 
     def fill_empty(self) -> None:
         """Give caches that hold nothing their buffers, which only the model knows the shapes of."""
-        if self.tokens:
-            return
-        self.target.forward(mx.zeros((1, 1), dtype=mx.int32), self.target_cache)
-        for leaf in leaves(self.target_cache):
-            if isinstance(leaf, ArraysCache):
-                states: list[Any] = leaf.cache
-                states[:] = [mx.zeros_like(array) for array in states]
-            else:
-                leaf.offset = 0
+        if not self.tokens:
+            self.target_cache = self.target.blank_cache()
+            self.rollback = choose_rollback(self.target_cache, self.target.layers, self.target.forward)
 
     @contextmanager
     def whole_or_reset(self) -> Iterator[None]:

@@ -92,7 +92,7 @@ class DraftState(Protocol):
         """The caches of all rows, with everything that was kept so far."""
 
     def join(self, others: Sequence[Any], *, free: Sequence[int]) -> None:
-        """Take over the rows of others, one each, as `caches.rows.Rows.join` does."""
+        """Take over the rows of others, as `caches.rows.Rows.join` does."""
 
     def keep(self, rows: Sequence[int]) -> None:
         """Leave only these rows, in this order."""

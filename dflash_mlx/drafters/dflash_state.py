@@ -18,17 +18,26 @@ _MAX_PENDING = 64
 
 
 class DFlashState:
-    """See `contract.DraftState`. `caches` hold the first `length` positions of one answer, and move over here."""
+    """See `contract.DraftState`; `rows` are caches like the drafter's own, of any number of answers."""
 
-    def __init__(self, drafter: DFlashDrafter, target: Target, caches: Sequence[KVCache], length: int) -> None:
-        self.drafter, self.target = drafter, target
+    def __init__(self, drafter: DFlashDrafter, target: Target, rows: Rows) -> None:
+        self.drafter, self.target, self.rows = drafter, target, rows
         self.vocabulary = draft_vocabulary(drafter, target)
         self.supports_trees = drafter.supports_trees
         self.taps = drafter.config.target_layer_ids
-        self.rows = Rows.of(drafter.filled(caches), length)
         self._pending: list[mx.array] = []
         self._pending_at = self.rows.lengths.value
         self._pending_kept = True
+
+    @classmethod
+    def of(cls, drafter: DFlashDrafter, target: Target, caches: Sequence[KVCache], length: int) -> "DFlashState":
+        """Of one answer, of which the drafter's caches hold the first `length` positions. They move over here."""
+        return cls(drafter, target, Rows.of(drafter.filled(caches), length))
+
+    @classmethod
+    def blank(cls, drafter: DFlashDrafter, target: Target, rows: int, positions: int) -> "DFlashState":
+        """Of so many answers of which nothing is known, with room for some positions each."""
+        return cls(drafter, target, Rows.blank(drafter.filled(drafter.make_cache()), rows, positions))
 
     def extend(self, features: mx.array, at: mx.array, *, room: int, all_kept: bool) -> None:
         if self._pending and not self._pending_kept:

@@ -107,7 +107,7 @@ def _seconds(target: Target, drafter: DFlashDrafter | None, rows: int) -> float:
         started = time.perf_counter()
         mx.eval(target.forward(tokens, caches))
         return time.perf_counter() - started
-    state = DFlashState(drafter, target, drafter.make_cache(), 0)
+    state = DFlashState.of(drafter, target, drafter.make_cache(), 0)
     started = time.perf_counter()
     logits, features = target.forward_tapped(tokens, caches, drafter.config.target_layer_ids)
     state.extend(features, mx.array([0]), room=rows, all_kept=True)

@@ -33,8 +33,8 @@ _PREFIX = "FewRows"
 _ROUNDING = 0.02
 _THREADS = 256
 
-# A block of threads computes one query head of one row of one sequence. Threads in groups of D / 8 share a key: 8 numbers each. One
-# kernel serves all kinds of masks, because compiling one takes seconds the first time.
+# A block of threads computes one query head of one row of one sequence. Threads in groups of D / 8 share a key: 8
+# numbers each. One kernel serves all kinds of masks, because compiling one takes seconds the first time.
 _SOURCE = """
     constexpr int LANES = D / 8;
     constexpr int GROUPS = THREADS / LANES;

@@ -145,7 +145,7 @@ def _draft_seconds(target: Target, drafter: DFlashDrafter, width: int) -> float:
     """A draft with its candidates, alone; less than the difference between two rounds, which overlap."""
     session = Session(target, drafter)
     session.feed([0] * _PROMPT_TOKENS)
-    state = DFlashState(drafter, target, session.draft_cache, _PROMPT_TOKENS)
+    state = DFlashState.of(drafter, target, session.draft_cache, _PROMPT_TOKENS)
     at, anchors = mx.array([_PROMPT_TOKENS]), mx.array([0])
     times = []
     for _ in range(1 + _TIMED_ROUNDS):

@@ -84,7 +84,7 @@ def _batch_of(target: Target, drafter: DFlashDrafter, lanes: int) -> Batch:
         arriving.append(
             Lane(session=session, prompt=prompt, strategy=Greedy(), policy=FixedWidth(0), max_tokens=1, eos_ids=set())
         )
-    batch.arrange(arriving)
+    batch.arrange([Batch.of(lane, drafter) for lane in arriving])
     return batch
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from dflash_mlx.caches import target_caches, tree_rows
+from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.errors import CheckpointError, PairError
 from dflash_mlx.targets.taps import tapped
 
@@ -64,6 +65,18 @@ class Target:
 
     def make_cache(self) -> list[Any]:
         return make_prompt_cache(self.model)
+
+    def blank_cache(self) -> list[Any]:
+        """New caches that hold nothing, with buffers and states, whose shapes only running the model tells."""
+        caches = self.make_cache()
+        self.forward(mx.zeros((1, 1), dtype=mx.int32), caches)
+        for leaf in leaves(caches):
+            if isinstance(leaf, ArraysCache):
+                states: list[Any] = leaf.cache
+                states[:] = [mx.zeros_like(array) for array in states]
+            else:
+                leaf.offset = 0
+        return caches
 
     def takes_rows(self) -> bool:
         """Whether the model computes several answers in one batch; found out by running it, the first time."""
