@@ -19,8 +19,6 @@ News = GenerationResponse | Exception | tuple[int, int]
 # this much later.
 _READING = 1.5
 _SMALLEST_CHUNK = 16
-# Tokens of short prompts that are read in one pass.
-_TOGETHER = 2048
 
 
 class Answering:
@@ -87,14 +85,15 @@ class Answering:
         ends_at = time.perf_counter() + _READING * self._round_seconds
         running, turns = bool(self._lanes), len(self._reading)
         while turns > 0 and not (running and news and time.perf_counter() >= ends_at):
-            answers = self._next_to_read(turns)
+            chunk = self._chunk() if running else PREFILL_STEP
+            answers = self._next_to_read(turns, chunk)
             turns -= len(answers)
             before, started = sum(answer.unread for answer in answers), time.perf_counter()
             try:
                 if len(answers) > 1:
                     self._read_together(answers)
                 else:
-                    self._read_chunk(answers[0])
+                    self._read_chunk(answers[0], chunk)
             except Exception as error:
                 news += [(answer, error) for answer in answers]
                 continue
@@ -102,20 +101,22 @@ class Answering:
             news += [(answer, (len(answer.session.tokens) - answer.cached_tokens, before)) for answer in answers]
         return news
 
-    def _next_to_read(self, most: int) -> list[Answer]:
-        """The next answer to read for and, where that is a short new prompt, others of about the same length."""
+    def _next_to_read(self, most: int, chunk: int) -> list[Answer]:
+        """The next answer to read for and, where that is a short new prompt, others that fit into a chunk with it.
+
+        The rows of a pass are all as long as the longest, so that prompts of about the same length are best.
+        """
         first = self._reading.popleft()
         found = [first]
         if not self._fits_together(first):
             return found
-        room = min(self._chunk(), _TOGETHER)
-        for other in [answer for answer in self._reading if self._fits_together(answer)]:
+        others = [a for a in self._reading if a.drafting == first.drafting and self._fits_together(a)]
+        for other in sorted(others, key=lambda answer: abs(answer.unread - first.unread)):
             longest = max(answer.unread for answer in [*found, other])
-            alike = min(answer.unread for answer in [*found, other]) >= longest // 2 - 16
-            same = other.drafting == first.drafting
-            if same and alike and longest * (len(found) + 1) <= room and len(found) < most:
-                self._reading.remove(other)
-                found.append(other)
+            if len(found) == most or longest * (len(found) + 1) > chunk:
+                break
+            self._reading.remove(other)
+            found.append(other)
         return found
 
     def _fits_together(self, answer: Answer) -> bool:
@@ -133,9 +134,9 @@ class Answering:
         self._engine_for(answers[0]).join_all(batch)
         self._lanes.update(zip(lanes, answers, strict=True))
 
-    def _read_chunk(self, answer: Answer) -> None:
+    def _read_chunk(self, answer: Answer, chunk: int) -> None:
         if answer.unread:
-            answer.read(self._chunk())
+            answer.read(chunk)
         if answer.unread:
             self._reading.append(answer)
             return
@@ -144,8 +145,8 @@ class Answering:
         self._lanes[lane] = answer
 
     def _chunk(self) -> int:
-        """Tokens of prompts to read at once."""
-        if not self._lanes or not self._seconds_a_token:
+        """Tokens of prompts to read at once while answers are running."""
+        if not self._seconds_a_token:
             return PREFILL_STEP
         return max(_SMALLEST_CHUNK, int(_READING * self._round_seconds / self._seconds_a_token))
 

@@ -12,7 +12,7 @@ from test_lossless import RandomWidth
 from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
 from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 
-from dflash_mlx.decoding import engine
+from dflash_mlx.decoding import batch, engine
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import Engine, prefill
 from dflash_mlx.decoding.lane import Lane
@@ -120,8 +120,11 @@ def check_books(asked):
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_each_lane_answers_as_if_alone(target, seed):
+def test_each_lane_answers_as_if_alone(target, seed, monkeypatch):
     rng = random.Random(seed)
+    if rng.random() < 0.3:
+        # As on CUDA, where rows without a lane stay for a while.
+        monkeypatch.setattr(batch, "rows_for", lambda lanes: -(-lanes // 4) * 4 if lanes > 1 else lanes)
     asked = [Asked(target, rng) for _ in range(rng.choice([2, 3, 4, 8]))]
     share = rng.choice([0.0, 0.3, 1.0])
     texts = [a.prompt + a.expected for a in asked]

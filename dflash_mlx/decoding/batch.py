@@ -18,6 +18,7 @@ from dflash_mlx.decoding.tree import DraftTree
 from dflash_mlx.drafters.contract import DraftState
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash_state import DFlashState
+from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
 
@@ -54,7 +55,8 @@ class Batch:
         """Launch the target over each row's anchor and drafts: logits (B, W + 1, V), features for the drafter."""
         assert self.caches is not None
         block = block_of(self.anchors, drafts)
-        self.bounds = [bound + block.shape[1] for bound in self.bounds]
+        fed = block.shape[1]
+        self.bounds = [fed + (bound if lane else 0) for lane, bound in zip(self.rows, self.bounds, strict=True)]
         tree = drafts if isinstance(drafts, DraftTree) else None
         return self.caches.feed(self.run, block, at=self.at, room=max(self.bounds), tree=tree)
 
@@ -62,6 +64,12 @@ class Batch:
         """Let the next round begin where a round ends; what it keeps need not be known to the host."""
         self.at = self.at + 1 if verdict.outcome.depth == 0 else self.at + 1 + verdict.outcome.num_accepted
         self.anchors = verdict.outcome.next_anchor[:, 0]
+        self._empty_rows()
+
+    def _empty_rows(self) -> None:
+        """Let rows without a lane begin at 0 again, so that they never need room."""
+        if len(self.lanes) < len(self.rows):
+            self.at = mx.where(mx.array([lane is not None for lane in self.rows]), self.at, 0)
 
     def run(self, tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array | None]:
         """The target over tokens (B, L): logits and, for a drafter, features (B, L, taps * D)."""
@@ -81,20 +89,32 @@ class Batch:
         self.caches.give_back(row, length, lane.session.target_cache)
         if self.state is not None:
             self.state.give_back(row, length, lane.session.draft_cache)
+        self._empty_rows()
         if not self.lanes:
             self.clear()
+
+    @property
+    def is_arranged(self) -> bool:
+        """Whether the rows can stay as they are, those included whose lanes have left."""
+        return len(self.rows) == rows_for(len(self.lanes))
 
     def arrange(self, arriving: Sequence["Batch"]) -> list[int]:
         """Put the rows in order between rounds: new ones take the place of those that are free, or follow the others.
 
-        Returns the rows of the lanes that stay, as they were.
+        Returns which of the rows that there were are left, in their order.
         """
-        stay = [row for row, lane in enumerate(self.rows) if lane is not None]
+        before = len(self.rows)
         for other in arriving:
             self._take_in(other)
-        if any(lane is None for lane in self.rows):
-            self._keep([row for row, lane in enumerate(self.rows) if lane is not None])
-        return stay
+        count = rows_for(len(self.lanes))
+        if len(self.rows) <= count:
+            return list(range(before))
+        # Rows without a lane go, the last ones first, until as many are left as there should be.
+        empty = [row for row, lane in enumerate(self.rows) if lane is None]
+        gone = set(empty[count - len(self.rows) :])
+        kept = [row for row in range(len(self.rows)) if row not in gone]
+        self._keep(kept)
+        return [row for row in kept if row < before]
 
     def _take_in(self, other: "Batch") -> None:
         if not self.rows:
@@ -160,6 +180,18 @@ class Batch:
         index = mx.array(rows)
         self.at, self.anchors = self.at[index], self.anchors[index]
         self.rows, self.bounds = [self.rows[row] for row in rows], [self.bounds[row] for row in rows]
+
+
+def rows_for(lanes: int) -> int:
+    """How many rows so many lanes should have.
+
+    On CUDA, MLX compiles and plans anew for each number of rows (up to 150 ms at a time on an H200), and rows cost
+    little; so some stay empty there until a smaller number does.
+    """
+    if backend().kind != "cuda" or lanes < 4:
+        return lanes
+    step = 1 << (lanes.bit_length() - 2)
+    return -(-lanes // step) * step
 
 
 def open_caches(session: Session) -> TargetCaches:

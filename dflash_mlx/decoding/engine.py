@@ -131,7 +131,7 @@ class Engine:
         None where the rows are about to change.
         """
         batch = self._batch
-        if self._joining or None in batch.rows:
+        if self._joining or not batch.is_arranged:
             return None
         # The round on its way yields one token at least, and the next one its own.
         wanted = max(lane.remaining for lane in batch.lanes)
@@ -247,13 +247,13 @@ class Engine:
         batch, joining = self._batch, self._joining
         self._joining = []
         was_empty = not batch.rows
-        stay = batch.arrange(joining)
+        left = batch.arrange(joining)
         if not batch.rows:
             return None
         if was_empty:
             self._read_at = time.perf_counter()
         if plan is not None and not joining:
-            return self._launch(None) if plan.drafts is None else self._launch_chosen(plan.drafts.take(stay))
+            return self._launch(None) if plan.drafts is None else self._launch_chosen(plan.drafts.take(left))
         if was_empty and len(batch.rows) == 1:
             # A lone answer's first token comes soonest from a plain round.
             return self._launch(None)

@@ -15,7 +15,11 @@ import numpy as np
 from dflash_mlx.decoding.policies import RoundReport
 from dflash_mlx.decoding.tree import Candidates
 from dflash_mlx.policy.pauses import Pauses
-from dflash_mlx.policy.width import FADE, HYSTERESIS, STEEP, AcceptanceEstimate
+from dflash_mlx.policy.width import FADE, HYSTERESIS, AcceptanceEstimate
+
+# From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait: the
+# host has much to do for many lanes, and then does it while the device is idle.
+_STEEP = 2.0
 
 
 @dataclass
@@ -102,7 +106,7 @@ class GroupWidth:
 
     @property
     def reads_confidence(self) -> bool:
-        return self.costs.round(self._lanes, self.places) > STEEP * self.costs.round(self._lanes, 1)
+        return self.costs.round(self._lanes, self.places) > _STEEP * self.costs.round(self._lanes, 1)
 
     def next_width(self, lanes: int) -> int:
         self._lanes = lanes
