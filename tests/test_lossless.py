@@ -127,6 +127,27 @@ def test_every_offset_of_a_block(target, limit):
         check_session(session, prompt, tokens)
 
 
+def test_a_token_beyond_the_limit_ends_nothing(target):
+    """The limit may cut a round whose next token would have ended the sequence: the answer ends at the limit."""
+    prompt = [5, 6, 7]
+    truth = plain_tokens(target, prompt, 32)
+    drafter = ScriptedDrafter(tiny_drafter(block_size=8).config, {3 + i: token for i, token in enumerate(truth)})
+    for limit in range(1, 21):
+        # All tokens but those of the answer: whatever a round brings beyond the limit would end the sequence.
+        eos_ids = set(range(VOCAB)) - set(truth[:limit])
+        run = {"strategy": Greedy(), "policy": FixedWidth(7), "max_tokens": limit, "eos_ids": eos_ids}
+        steps = list(decode(Session(target, drafter), prompt, **run))
+        assert [token for step in steps for token in step.tokens] == truth[:limit]
+        assert steps[-1].finish_reason == "length"
+
+
+def test_a_round_is_cut_at_the_limit_before_an_end_of_sequence():
+    assert engine.clip([1, 2, 9], 2, {9}) == ([1, 2], "length")
+    assert engine.clip([1, 2, 9], 3, {9}) == ([1, 2, 9], "stop")
+    assert engine.clip([1, 9, 2], 3, {9}) == ([1, 9], "stop")
+    assert engine.clip([1, 2], 3, {9}) == ([1, 2], None)
+
+
 def test_perfect_drafts_are_all_kept(target):
     prompt = [9, 1]
     truth = plain_tokens(target, prompt, 33)
