@@ -13,11 +13,12 @@ import pytest
 from tiny import FAMILIES, LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding import engine
-from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.accept import Coupled, Greedy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import BRANCHES, Candidates, DraftTree, grow
 from dflash_mlx.decoding.width import FixedWidth
+from dflash_mlx.sampling import SamplingParams
 
 CASES_PER_FAMILY = 110
 
@@ -163,6 +164,36 @@ def test_perfect_drafts_are_all_kept(target):
         )
     )
     assert [step.num_accepted for step in steps[1:]] == [7, 7, 7, 7]
+
+
+class KnowingDrafter(ScriptedDrafter):
+    """Drafts from the target's own logits: the script is {position: logits (V,)}."""
+
+    def adjust_logits(self, logits):
+        first = self._anchor[0] + 1
+        return mx.stack([self._script[0].get(first + i, mx.zeros(VOCAB)) for i in range(logits.shape[0])])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [FixedWidth(5), FixedWidth(5, reads_confidence=True), FixedWidth(9, places=5)],
+    ids=["queued", "waits", "trees"],
+)
+def test_drafts_that_know_the_targets_logits_are_all_kept_under_a_seed(target, policy):
+    """Draft and target choose with the same noise at the same position, wherever in the answer a round begins."""
+    prompt = [9, 1]
+    run = {"strategy": Coupled(SamplingParams(temperature=1.0, seed=8)), "max_tokens": 25, "eos_ids": set()}
+    plain = decode(Session(target, None), prompt, policy=FixedWidth(0), **run)
+    text = prompt + [token for step in plain for token in step.tokens]
+    logits = target.forward(mx.array([text]), target.make_cache())[0]
+    drafter = KnowingDrafter(tiny_drafter().config, {i + 1: row for i, row in enumerate(logits)})
+    steps = list(decode(Session(target, drafter), prompt, policy=policy, **run))
+    assert prompt + [token for step in steps for token in step.tokens] == text
+    # The limit may cut the last round.
+    depths = [step.depth for step in steps[1:-1]]
+    assert [step.num_accepted for step in steps[1:-1]] == depths
+    assert policy.branches or depths == [5, 5, 5]
+    assert min(depths) > 1
 
 
 def test_fixed_trees_find_what_a_chain_misses(target):
