@@ -229,6 +229,22 @@ def test_a_seed_gives_the_same_answer_with_any_drafter_and_none(params):
     assert answer(None, 0) != plain
 
 
+FILTERS = {"top_p": 0.8, "min_p": 0.15, "top_k": 5}
+
+
+@pytest.mark.parametrize(
+    "names", [names for count in range(1, 4) for names in itertools.combinations(FILTERS, count)], ids="+".join
+)
+def test_filters_combine_in_the_order_that_is_promised(names):
+    """Random rows, from nearly flat to nearly sure: softmax of the scores is the exact distribution."""
+    params = SamplingParams(temperature=0.7, **{name: FILTERS[name] for name in names})
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(200, 30)) * rng.uniform(0.3, 4, (200, 1))
+    found = mx.softmax(sampling_scores(mx.array(logits), params), axis=-1)
+    expected = [exact_probs(row, params) for row in logits]
+    np.testing.assert_allclose(np.array(found), expected, atol=1e-4)
+
+
 def test_filters_are_applied_in_float32():
     """A long flat tail: in bfloat16 a cumulative sum stops growing and the nucleus would be far too small."""
     tail = -1.05 * np.log(np.arange(1, 30_001))
