@@ -13,11 +13,12 @@ import pytest
 from tiny import FAMILIES, LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding import engine
-from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.accept import Coupled, Greedy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import BRANCHES, Candidates, DraftTree, grow
 from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.sampling import SamplingParams
 
 CASES_PER_FAMILY = 110
 
@@ -124,6 +125,27 @@ def test_every_offset_of_a_block(target, limit):
         check_session(session, prompt, tokens)
 
 
+def test_a_token_beyond_the_limit_ends_nothing(target):
+    """The limit may cut a round whose next token would have ended the sequence: the answer ends at the limit."""
+    prompt = [5, 6, 7]
+    truth = plain_tokens(target, prompt, 32)
+    drafter = ScriptedDrafter(tiny_drafter(block_size=8).config, {3 + i: token for i, token in enumerate(truth)})
+    for limit in range(1, 21):
+        # All tokens but those of the answer: whatever a round brings beyond the limit would end the sequence.
+        eos_ids = set(range(VOCAB)) - set(truth[:limit])
+        run = {"strategy": Greedy(), "policy": FixedWidth(7), "max_tokens": limit, "eos_ids": eos_ids}
+        steps = list(decode(Session(target, drafter), prompt, **run))
+        assert [token for step in steps for token in step.tokens] == truth[:limit]
+        assert steps[-1].finish_reason == "length"
+
+
+def test_a_round_is_cut_at_the_limit_before_an_end_of_sequence():
+    assert engine.clip([1, 2, 9], 2, {9}) == ([1, 2], "length")
+    assert engine.clip([1, 2, 9], 3, {9}) == ([1, 2, 9], "stop")
+    assert engine.clip([1, 9, 2], 3, {9}) == ([1, 9], "stop")
+    assert engine.clip([1, 2], 3, {9}) == ([1, 2], None)
+
+
 def test_perfect_drafts_are_all_kept(target):
     prompt = [9, 1]
     truth = plain_tokens(target, prompt, 33)
@@ -139,6 +161,36 @@ def test_perfect_drafts_are_all_kept(target):
         )
     )
     assert [step.num_accepted for step in steps[1:]] == [7, 7, 7, 7]
+
+
+class KnowingDrafter(ScriptedDrafter):
+    """Drafts from the target's own logits: the script is {position: logits (V,)}."""
+
+    def adjust_logits(self, logits):
+        first = self._anchor[0] + 1
+        return mx.stack([self._script[0].get(first + i, mx.zeros(VOCAB)) for i in range(logits.shape[0])])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [FixedWidth(5), FixedWidth(5, reads_confidence=True), FixedWidth(9, places=5)],
+    ids=["queued", "waits", "trees"],
+)
+def test_drafts_that_know_the_targets_logits_are_all_kept_under_a_seed(target, policy):
+    """Draft and target choose with the same noise at the same position, wherever in the answer a round begins."""
+    prompt = [9, 1]
+    run = {"strategy": Coupled(SamplingParams(temperature=1.0, seed=8)), "max_tokens": 25, "eos_ids": set()}
+    plain = decode(Session(target, None), prompt, policy=FixedWidth(0), **run)
+    text = prompt + [token for step in plain for token in step.tokens]
+    logits = target.forward(mx.array([text]), target.make_cache())[0]
+    drafter = KnowingDrafter(tiny_drafter().config, {i + 1: row for i, row in enumerate(logits)})
+    steps = list(decode(Session(target, drafter), prompt, policy=policy, **run))
+    assert prompt + [token for step in steps for token in step.tokens] == text
+    # The limit may cut the last round.
+    depths = [step.depth for step in steps[1:-1]]
+    assert [step.num_accepted for step in steps[1:-1]] == depths
+    assert policy.branches or depths == [5, 5, 5]
+    assert min(depths) > 1
 
 
 def test_fixed_trees_find_what_a_chain_misses(target):

@@ -18,9 +18,9 @@ from dflash_mlx.decoding.accept import Coupled, Rejection, choose_strategy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import DraftTree, grow
-from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import UsageError
+from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams, sampling_scores
 
 VOCAB, PROMPT, RUNS = 5, [1, 4, 2], 5000
@@ -118,7 +118,9 @@ def test_rejection_sampling_keeps_the_targets_distribution(target, drafter, case
     strategy = Rejection(params, seed=100 + case)
     if case == 0:  # a drafter that knows only some of the tokens
         drafter = DFlashDrafter(replace(drafter.config, draft_token_ids=(0, 2, 3)))
-    counts = sample(target, drafter, params, RUNS, lambda run: strategy)
+    # In blocks of two drafts the third token comes from a block's last place.
+    policy = FixedWidth(2 if case == 1 else 3)
+    counts = sample(target, drafter, params, RUNS, lambda run: strategy, policy)
     assert chi_square_p(counts, exact_joint(target, params), RUNS) > 1e-3
 
 
@@ -225,6 +227,22 @@ def test_a_seed_gives_the_same_answer_with_any_drafter_and_none(params):
         assert answer(tiny_drafter(seed=seed, draft_token_ids=(1, 5, 7, 30)), width) == plain
     params = replace(params, seed=999)
     assert answer(None, 0) != plain
+
+
+FILTERS = {"top_p": 0.8, "min_p": 0.15, "top_k": 5}
+
+
+@pytest.mark.parametrize(
+    "names", [names for count in range(1, 4) for names in itertools.combinations(FILTERS, count)], ids="+".join
+)
+def test_filters_combine_in_the_order_that_is_promised(names):
+    """Random rows, from nearly flat to nearly sure: softmax of the scores is the exact distribution."""
+    params = SamplingParams(temperature=0.7, **{name: FILTERS[name] for name in names})
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(200, 30)) * rng.uniform(0.3, 4, (200, 1))
+    found = mx.softmax(sampling_scores(mx.array(logits), params), axis=-1)
+    expected = [exact_probs(row, params) for row in logits]
+    np.testing.assert_allclose(np.array(found), expected, atol=1e-4)
 
 
 def test_filters_are_applied_in_float32():

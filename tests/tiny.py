@@ -12,10 +12,10 @@ from dflash_mlx.caches.rows import Rows
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.drafters.checkpoint import make_drafter
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target, wrap_model
 
 VOCAB, HIDDEN, LAYERS = 48, 32, 4

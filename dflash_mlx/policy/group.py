@@ -20,6 +20,7 @@ from dflash_mlx.policy.width import FADE, HYSTERESIS, AcceptanceEstimate
 # From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait: the
 # host has much to do for many lanes, and then does it while the device is idle.
 _STEEP = 2.0
+_STEADY_WIDTHS = (1, 3, 7, 15)
 
 
 @dataclass
@@ -151,6 +152,7 @@ class GroupWidth:
         self.pauses.observe(mean + 1, seconds, self.costs.round(report.rows, 0))
 
     def _speeds(self, lanes: int) -> dict[int, float]:
-        """Expected tokens a second of a lane, by width."""
+        """Expected tokens a second of a lane, by width. Few widths, since a GPU may compile anew for each."""
         expected = self.estimate.expected_tokens(self.places)
-        return {width: expected[width] / self.costs.round(lanes, width) for width in range(1, self.places + 1)}
+        widths = {min(width, self.places) for width in _STEADY_WIDTHS}
+        return {width: expected[width] / self.costs.round(lanes, width) for width in sorted(widths)}

@@ -4,8 +4,8 @@ import mlx.core as mx
 import pytest
 from tiny import HIDDEN, tiny_drafter
 
-from dflash_mlx.drafters.attention_mask import look, look_in_place
 from dflash_mlx.caches.rows import DeviceCaches
+from dflash_mlx.drafters.attention_mask import look, look_in_place
 
 WINDOW = 5
 

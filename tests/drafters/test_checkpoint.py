@@ -15,11 +15,11 @@ from tiny import drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.drafters import checkpoint
 from dflash_mlx.drafters.checkpoint import drafter_precision, load_drafter, read_checkpoint
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.rounding import relative_difference
 
 IDS = [3, 4, 9, 20, 33]

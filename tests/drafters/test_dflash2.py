@@ -5,19 +5,21 @@ That a forward and a path equal the official ones is in test_official.py.
 
 import itertools
 import random
+from functools import cache
 from itertools import islice
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from test_sampling import CASES, PROMPT, VOCAB, chi_square_p, exact_joint, sample
-from tiny import SECOND, plain_tokens, tiny_drafter, tiny_target
+from tiny import HIDDEN, SECOND, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, Greedy, Rejection
 from dflash_mlx.decoding.engine import decode
-from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import DraftTree, grow
+from dflash_mlx.drafters.dflash2 import PathSelector
+from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams, best_columns
 
@@ -184,4 +186,47 @@ def test_the_distributions_reported_are_those_drawn_from(pair):
             if probs[1][token] > 0:
                 expected[first, token] = probs[0][first] * probs[1][token]
     assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
+    assert chi_square_p(counts, expected, runs) > 1e-3
+
+
+@cache
+def new_selector(size):
+    """A selector that considers all `size` tokens and, being new, adds nothing to their scores."""
+    return PathSelector(tiny_drafter(vocab_size=size, **{**SECOND, "selector_top_k": size}).config)
+
+
+def path_of(strategy, logits, *, position):
+    """A path for these logits (W, V) by a new selector."""
+    size = logits.shape[1]
+    return propose_path(
+        new_selector(size),
+        strategy,
+        hidden=mx.zeros((len(logits), HIDDEN)),
+        logits=logits,
+        anchor=mx.array([2]),
+        position=position,
+        vocabulary=DraftVocabulary(mx.arange(size), size),
+    )
+
+
+@pytest.mark.parametrize("position", [1, 7, 4095])
+def test_a_path_by_the_targets_own_logits_is_all_kept_under_a_seed(position):
+    """Each place is drafted with the noise by which the target will choose there."""
+    for seed in range(10):
+        strategy = Coupled(SamplingParams(temperature=1.0, seed=seed))
+        logits = mx.random.normal((7, 20), key=mx.random.key(seed))
+        proposal = path_of(strategy, logits[:6], position=position)
+        assert strategy.accept(proposal, logits, position).read().num_accepted == 6
+
+
+@pytest.mark.parametrize("kind", [Rejection, Coupled])
+def test_the_places_of_a_path_are_drawn_independently(kind):
+    """Without a selector's links, what is drawn at one place says nothing about the next: each has its own noise."""
+    probs = np.array([0.5, 0.3, 0.2])
+    logits, runs, counts = mx.array(np.log(np.tile(probs, (2, 1)))), 1000, {}
+    for seed in range(runs):
+        drawn = path_of(kind(SamplingParams(temperature=1.0), seed=seed), logits, position=4)
+        places = tuple(drawn.tokens.tolist())
+        counts[places] = counts.get(places, 0) + 1
+    expected = {(a, b): probs[a] * probs[b] for a in range(3) for b in range(3)}
     assert chi_square_p(counts, expected, runs) > 1e-3

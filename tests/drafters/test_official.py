@@ -12,9 +12,9 @@ from cases import BLOCK, CASES, NOT_IN_MLX, ROUNDS, VOCAB, is_second, make_input
 from make_golden import GOLDEN, TEMPERATURE, run_mlx
 
 from dflash_mlx.decoding.accept import DraftVocabulary, Greedy, Rejection
-from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
+from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.sampling import SamplingParams
 
 OFFICIAL = dict(np.load(GOLDEN))

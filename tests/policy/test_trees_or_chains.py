@@ -1,5 +1,7 @@
 """The choice between trees and chains, on simulated machines and texts."""
 
+from itertools import cycle
+
 import numpy as np
 import pytest
 
@@ -20,8 +22,11 @@ def costs_of(trees_take):
     return RoundCosts(dict(CHAINS), drafts, steep=False), RoundCosts(trees, dict(drafts), steep=False, places=PLACES)
 
 
-def run(policy, text, rounds, rng, trees_take):
-    """Decode a text by the policy; the tokens and the seconds, and how many of its drafted rounds were trees."""
+def run(policy, text, rounds, rng, trees_take, keeps=None):
+    """Decode a text by the policy; its tokens a second, and the share of rounds that were trees.
+
+    The text is what the drafter says of it or, with `keeps`, so many first guesses a round and then nothing it knows.
+    """
     candidates = Candidates(
         np.tile(np.arange(len(text)), (PLACES, 1)), np.log(np.tile(np.array(text, dtype=np.float32), (PLACES, 1)))
     )
@@ -29,7 +34,11 @@ def run(policy, text, rounds, rng, trees_take):
     tokens = seconds = trees = 0.0
     for _ in range(rounds):
         drafted = policy.next_width()
-        drawn = np.searchsorted(limits, rng.random(PLACES)).tolist()
+        if keeps is None:
+            drawn = np.searchsorted(limits, rng.random(PLACES)).tolist()
+        else:
+            right = next(keeps)
+            drawn = [0] * right + [len(text)] * (PLACES - right)
         path, width, took = [0], drafted, PLAIN if drafted == 0 else CHAINS[PLACES]
         if drafted and policy.reads_confidence:
             tree = policy.choose(candidates.shortened(drafted))
@@ -65,6 +74,19 @@ def test_the_faster_kind_is_found(text, trees_take, trees_win, start):
         fixed[kind], _ = run(only, text, 600, rng, trees_take)
     assert (fixed[False] > fixed[True]) == trees_win
     assert speed > 0.93 * max(fixed.values())
+
+
+@pytest.mark.parametrize("start", [True, False], ids=["chains", "trees"])
+def test_trees_are_judged_by_what_they_gain_and_not_by_their_promise(start):
+    """First guesses alone are right here: a tree gains no more than a chain, and takes longer, though its other guesses
+    promise that it pays."""
+    said, trees_take, keeps = [0.85, 0.1, 0.02, 0.01], 5.8, cycle([1, 2])
+    policy = TreesOrChains(*costs_of(trees_take), PLACES, Experience(chains=start))
+    run(policy, said, 100, None, trees_take, keeps)
+    speed, share = run(policy, said, 200, None, trees_take, keeps)
+    assert share < 0.15
+    # Rounds of chains gain 2 and 3 tokens in turn.
+    assert speed > 0.97 * 2.5 / CHAINS[PLACES]
 
 
 def test_the_next_answer_begins_with_what_this_one_found():

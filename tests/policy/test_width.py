@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from dflash_mlx.policy.pauses import Pauses
 from dflash_mlx.decoding.tree import Candidates
-from dflash_mlx.policy.trees_or_chains import PairCosts, TreesOrChains, choose_policy
+from dflash_mlx.policy.pauses import Pauses
+from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, TreesOrChains, choose_policy
 from dflash_mlx.policy.width import (
     AcceptanceEstimate,
     ConfidentWidth,
@@ -91,6 +91,33 @@ def test_estimate_is_exact_where_it_has_seen_much():
             accepted += 1
         estimate.observe(5, accepted)
     assert estimate.expected_tokens(3)[3] == pytest.approx(1 + 0.5 + 0.25 + 0.125, abs=0.35)
+
+
+def widths_of(policy, costs, keeps, rounds):
+    """The widths of an answer in which the target keeps the first `keeps` drafts of every round."""
+    widths = []
+    for _ in range(rounds):
+        widths.append(policy.next_width())
+        accepted = min(keeps, widths[-1])
+        took = costs.round(widths[-1])
+        policy.observe(
+            drafted=widths[-1], width=widths[-1], num_accepted=accepted, path=range(accepted + 1), seconds=took
+        )
+    return widths
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_an_earlier_answer_is_a_hint_and_no_more(before):
+    """The next answer begins with the width of a long one that kept few drafts. Where it keeps all, 15 drafts are best
+    by far, and it comes to them nearly as soon as an answer that follows no other."""
+    costs = RoundCosts({0: 3.0, 1: 3.3, 15: 6.0}, {1: 0.1, 15: 0.1}, steep=False)
+    experience = Experience()
+    first = choose_policy(PairCosts(copy(costs)), 15, experience)
+    assert set(widths_of(first, costs, before, 200)[-50:]) <= {before, before + 1}
+    widths = widths_of(choose_policy(PairCosts(copy(costs)), 15, experience), costs, 15, 40)
+    assert before <= widths[0] <= before + 1
+    assert set(widths[12:]) == {15}
+    assert set(widths_of(policy_for(costs), costs, 15, 40)[6:]) == {15}
 
 
 def test_the_policy_suits_the_machine():

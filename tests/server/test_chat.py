@@ -250,3 +250,28 @@ def test_completions():
         for wrong in refused:
             with pytest.raises(openai.BadRequestError):
                 client.completions.create(**{"model": "fake", "prompt": "x", **wrong})
+
+
+def test_streamed_completions_end_with_the_usage_that_was_asked_for():
+    with running() as server:
+        client = server.openai()
+        whole = client.completions.create(model="fake", prompt=["one", "three"], n=2)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = client.completions.create(model="fake", prompt=["one", "three"], n=2, **options)
+        assert (last.choices, last.usage) == ([], whole.usage)
+        assert last.dflash["answers"] == whole.dflash["answers"]
+        assert all(chunk.usage is None for chunk in chunks)
+        without = list(client.completions.create(model="fake", prompt="one", stream=True))
+        assert all(chunk.choices and chunk.usage is None for chunk in without)
+
+
+def test_a_prompt_counts_once_however_many_answers_it_gets():
+    """Each prompt's tokens, and those of them that a cache held: 2 of each, by this worker."""
+    with running() as server:
+        chat = whole_and_streamed(server, n=3).usage
+        prompt = len('[user]Hi""\n')
+        assert (chat.prompt_tokens, chat.prompt_tokens_details.cached_tokens) == (prompt, 2)
+        assert chat.completion_tokens == 3 * (len("Hello there, world.") + 1)
+        texts = server.openai().completions.create(model="fake", prompt=["one", "three"], n=3, max_tokens=4).usage
+        assert (texts.prompt_tokens, texts.prompt_tokens_details.cached_tokens) == (len("one" + "three"), 2 * 2)
+        assert texts.completion_tokens == 2 * 3 * 4

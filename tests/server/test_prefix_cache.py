@@ -12,8 +12,9 @@ from tiny_families import family_target, unavailable
 from dflash_mlx.decoding.fork import can_cut, fork, session_bytes
 from dflash_mlx.generation import generate, stream_generate
 from dflash_mlx.sampling import SamplingParams
+from dflash_mlx.server import worker as worker_module
 from dflash_mlx.server.prefix_cache import PrefixCache
-from dflash_mlx.server.worker import Worker
+from dflash_mlx.server.worker import Job, Worker
 
 
 def session_of(pair, tokens, **options):
@@ -223,6 +224,60 @@ def test_prompts_that_arrive_together_are_read_once(serve):
     found = asyncio.run(run())
     assert sorted(r[-1].cached_tokens for r in found) == [0, 199, 199, 199]
     assert len({tuple(tokens_of(r)) for r in found}) == 1
+
+
+def test_an_answer_in_progress_is_copied_for_its_owner_only(serve):
+    """Somebody else who sends the same prompt reads it afresh, and does not learn that it was sent before."""
+    worker = serve(max_active=4)
+    prompt = random_tokens(random.Random(4), 120)
+
+    async def cached_for(owner):
+        return (await collect(worker.submit(job(prompt, 2, owner=owner))))[-1].cached_tokens
+
+    async def run():
+        # An end-of-sequence token is ruled out: the first answer goes on until it is cancelled.
+        endless = SamplingParams(max_tokens=5000, logit_bias={0: -1000.0})
+        first = worker.submit(Job(prompt=prompt, params=endless, owner="a"))
+        await first.__anext__()
+        found = [await cached_for("b"), await cached_for("a")]
+        assert worker.status().active == 1
+        first.cancel()
+        await collect(first)
+        return found
+
+    assert asyncio.run(run()) == [0, 119]
+
+
+def test_prompts_of_two_owners_that_arrive_together_are_both_read(serve):
+    worker = serve(max_active=4)
+    prompt = random_tokens(random.Random(4), 120)
+
+    async def run():
+        return await asyncio.gather(*[collect(worker.submit(job(prompt, 5, owner=owner))) for owner in "ab"])
+
+    assert [responses[-1].cached_tokens for responses in asyncio.run(run())] == [0, 0]
+
+
+def test_what_a_failed_answer_leaves_is_not_used_again(pair, serve, monkeypatch):
+    """An error may leave caches half changed. One that ended well is kept, as always."""
+    worker = serve()
+    real, rounds = worker_module.generate_steps, iter([3])
+
+    def failing(*args, **options):
+        last = next(rounds, None)
+        for n, step in enumerate(real(*args, **options)):
+            if n == last:
+                raise RuntimeError("the device is out of memory")
+            yield step
+
+    monkeypatch.setattr(worker_module, "generate_steps", failing)
+    prompt = random_tokens(random.Random(8), 40)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        answer(worker, job(prompt, 20))
+    assert worker.status().cache.entries == 0
+    again, once_more = answer(worker, job(prompt, 20)), answer(worker, job(prompt, 20))
+    assert (again[-1].cached_tokens, once_more[-1].cached_tokens) == (0, 39)
+    assert tokens_of(again) == generate(pair, prompt, SamplingParams(max_tokens=20), draft=False).token_ids
 
 
 def test_a_session_in_flight_is_settled_before_it_is_kept(pair):

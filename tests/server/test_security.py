@@ -1,5 +1,8 @@
 """Who may ask: keys, Host and Origin, sizes and times; and what /health and /metrics tell."""
 
+import asyncio
+import contextlib
+import json
 import socket
 import time
 
@@ -8,11 +11,18 @@ import pytest
 from fakes import FakePair, FakeTokenizer, FakeWorker, running
 
 from dflash_mlx.server import run
+from dflash_mlx.server.app import create_app
 from dflash_mlx.server.health import STALLED_SECONDS
 from dflash_mlx.server.security import Policy, is_loopback, own_names
-from dflash_mlx.server.service import Limits
+from dflash_mlx.server.service import Limits, Service
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
+ASKED = {
+    "/v1/chat/completions": BODY | {"max_tokens": 100},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/messages": BODY | {"max_tokens": 100},
+    "/v1/responses": {"input": "Hi"},
+}
 ROUTES = [
     ("GET", "/v1/models"),
     ("GET", "/metrics"),
@@ -149,13 +159,9 @@ def test_answers_have_a_time():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("path", ASKED)
 def test_a_client_that_leaves_frees_its_slot(path, stream):
-    body = {"stream": stream, "max_tokens": 100, "messages": BODY["messages"]}
-    if path == "/v1/completions":
-        body = {"stream": stream, "prompt": "Hi"}
-    if path == "/v1/responses":
-        body = {"stream": stream, "input": "Hi"}
+    body = {**ASKED[path], "stream": stream}
     with running(FakeWorker(script=lambda job: "word " * 60, size=1, delay=0.05)) as server:
         for count in range(1, 4):  # a race would not show each time
             with httpx.Client(timeout=0.4) as client:
@@ -170,6 +176,37 @@ def test_a_client_that_leaves_frees_its_slot(path, stream):
                 time.sleep(0.01)
             assert (server.worker.cancelled, server.worker.running) == (count, 0)
         assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["hangs up", "cannot be reached"])
+@pytest.mark.parametrize("path", ASKED)
+def test_a_client_that_leaves_before_the_first_event_frees_its_slot(path, broken):
+    """The app alone, so that nothing is left to chance: the client goes as soon as its request is read, or not even the
+    head of the answer can be sent."""
+    worker = FakeWorker(script=lambda job: "word " * 60, size=1, delay=0.05)
+    service = Service(pair=FakePair(), worker=worker, names=("fake",))  # type: ignore[arg-type]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    arrived = iter([{"type": "http.request", "body": json.dumps({**ASKED[path], "stream": True}).encode()}])
+
+    async def receive():
+        return next(arrived, {"type": "http.disconnect"})
+
+    async def send(message):
+        if broken:
+            raise OSError("the connection is lost")
+
+    async def run():
+        with contextlib.suppress(OSError):
+            await create_app(service, Policy())(scope, receive, send)
+        assert (len(worker.jobs), worker.cancelled) == (1, 1)
+        deadline = time.monotonic() + 2
+        while worker.running and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        assert worker.running == 0
+
+    asyncio.run(run())
+    service.close()
 
 
 def test_health_and_metrics():

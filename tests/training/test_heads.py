@@ -11,9 +11,9 @@ from cases import CASES, write_folder
 from tiny import SECOND, VOCAB, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import DraftVocabulary, Greedy
-from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.drafters.checkpoint import load_drafter, make_drafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
+from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.errors import UsageError
 from dflash_mlx.training import TrainOptions
 from dflash_mlx.training.config import make_config, with_dflash2_parts
