@@ -30,7 +30,7 @@ def listed_cases() -> list[tuple[str, str]]:
 def rollback_of(target) -> str:
     """How a rejected block leaves this target's caches, found out by feeding one behind a prompt."""
     cache = target.make_cache()
-    rollback = choose_rollback(cache, target)
+    rollback = choose_rollback(cache, target.layers, target.forward)
     if not isinstance(rollback, ReplayRollback):
         return "trim"
     target.forward(mx.array([list(range(2 * WINDOW))]), cache)
@@ -50,8 +50,8 @@ def row(name: str) -> str:
     if FAMILY_CONFIGS[name][0] in OWN_EMBEDDINGS:
         letters = letters[:-1]
     cases = f"{letters[0]} to {letters[-1]}"
-    trees = "yes" if target.takes_trees() else "no"
-    return f"| {name} | `{FAMILY_CONFIGS[name][0]}.py` | {caches} | {rollback_of(target)} | {trees} | {cases} |"
+    batch, trees = ("yes" if takes else "no" for takes in (target.takes_rows(), target.takes_trees()))
+    return f"| {name} | `{FAMILY_CONFIGS[name][0]}.py` | {caches} | {rollback_of(target)} | {batch} | {trees} | {cases} |"
 
 
 def legend() -> list[str]:
@@ -78,8 +78,8 @@ def test_the_table_has_nothing_else():
 
 if __name__ == "__main__":
     head = [
-        "| family | mlx-lm's file | caches of the tiny model | rollback | trees | cases |",
-        "|---|---|---|---|---|---|",
+        "| family | mlx-lm's file | caches of the tiny model | rollback | batch | trees | cases |",
+        "|---|---|---|---|---|---|---|",
     ]
     table = "\n".join([*head, *(row(name) for name in FAMILY_CONFIGS), "", *legend()])
     before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)

@@ -166,9 +166,8 @@ def test_perfect_drafts_are_all_kept(target):
 class KnowingDrafter(ScriptedDrafter):
     """Drafts from the target's own logits: the script is {position: logits (V,)}."""
 
-    def adjust_logits(self, logits):
-        first = self._anchor[0] + 1
-        return mx.stack([self._script[0].get(first + i, mx.zeros(VOCAB)) for i in range(logits.shape[0])])
+    def _scripted(self, anchor, shape):
+        return mx.stack([self._script[0].get(anchor + 1 + i, mx.zeros(VOCAB)) for i in range(shape[0])])
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ def metrics_text(service: Service) -> str:
     """Prometheus' text format."""
     http, found = service.metrics, service.worker.status()
     totals, cache = found.totals, found.cache
+    by_load = {str(answers): count for answers, count in totals.drafted_by_load.items()}
+    kept_by_load = {str(answers): count for answers, count in totals.accepted_by_load.items()}
     lines = [
         *counter("dflash_http_requests_total", "HTTP requests by route and status.", http.requests),
         *histogram("dflash_http_request_seconds", "Time from request to end of response.", http.request_seconds),
@@ -55,6 +57,17 @@ def metrics_text(service: Service) -> str:
         *_total("dflash_accepted_tokens_total", "Drafts kept.", totals.accepted),
         *_positions("dflash_drafted_total", "Rounds that verified this draft position.", totals.drafted_by_position),
         *_positions("dflash_accepted_total", "Rounds that kept this draft position.", totals.accepted_by_position),
+        *_labelled(
+            "dflash_drafted_by_load_total", "Drafts verified, by answers that shared a round.", "answers", by_load
+        ),
+        *_labelled(
+            "dflash_accepted_by_load_total", "Drafts kept, by answers that shared a round.", "answers", kept_by_load
+        ),
+        *gauge("dflash_round_answers", "Answers that shared the newest round.", totals.lanes),
+        *gauge("dflash_round_width", "Drafts of each answer in the newest round.", totals.width),
+        *histogram(
+            "dflash_between_tokens_seconds", "Time from one token of an answer to the next.", totals.between_tokens
+        ),
         *gauge("dflash_cache_entries", "Prefixes in the cache.", cache.entries),
         *gauge("dflash_cache_bytes", "Memory the prefix cache takes.", cache.bytes),
         *gauge("dflash_cache_limit_bytes", "Memory the prefix cache may take.", cache.limit_bytes),

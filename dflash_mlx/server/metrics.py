@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+BETWEEN_TOKENS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 TOKENS_A_SECOND = (1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 
 Labels = tuple[tuple[str, str], ...]

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from dflash_mlx.generation import GenerationResponse, Mode
+from dflash_mlx.answer import GenerationResponse, Mode
+from dflash_mlx.server.metrics import BETWEEN_TOKENS, Histogram
 
 
 @dataclass(kw_only=True)
@@ -19,12 +20,23 @@ class Totals:
     # Rounds that verified, and that kept, the draft at position 1, 2, ...
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    # By how many answers shared the round: drafts verified, and kept.
+    drafted_by_load: dict[int, int] = field(default_factory=dict)
+    accepted_by_load: dict[int, int] = field(default_factory=dict)
+    between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
+    # Of the newest round.
+    lanes: int = 0
+    width: int = 0
 
     def count_finish(self, reason: str) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
-    def count_round(self, response: GenerationResponse) -> None:
+    def count_round(self, response: GenerationResponse, *, lanes: int = 1) -> None:
+        """What a round brought to one of the `lanes` answers that shared it."""
         self.rounds += 1
+        self.lanes, self.width = lanes, response.width or 0
+        self.drafted_by_load[lanes] = self.drafted_by_load.get(lanes, 0) + (response.width or 0)
+        self.accepted_by_load[lanes] = self.accepted_by_load.get(lanes, 0) + (response.num_accepted or 0)
         self.generated_tokens += len(response.token_ids)
         accepted = response.num_accepted or 0
         self.drafted += response.width or 0

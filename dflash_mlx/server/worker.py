@@ -39,6 +39,7 @@ class _Running:
     need: Need
     started_at: float
     answer: Answer | None = None
+    newest_at: float = 0.0  # when its newest tokens came
 
     @property
     def session(self) -> Session | None:
@@ -247,12 +248,14 @@ class Worker:
                 except Exception as error:
                     self._fail(running, error)
         by_answer = {running.answer: running for running in self._active if running.answer is not None}
-        for answer, news in self._answering.turn():
+        found = self._answering.turn()
+        lanes = sum(isinstance(news, GenerationResponse) for _, news in found)
+        for answer, news in found:
             running = by_answer[answer]
             with self._changed:
                 self._progress_at = time.perf_counter()
                 if isinstance(news, GenerationResponse):
-                    self._totals.count_round(news)
+                    self._totals.count_round(news, lanes=lanes)
             if isinstance(news, Exception):
                 self._fail(running, news)
             elif isinstance(news, GenerationResponse):
@@ -260,8 +263,13 @@ class Worker:
 
     def _hand_over(self, running: _Running, response: GenerationResponse) -> None:
         ticket = running.ticket
+        now = time.perf_counter()
         if ticket.first_token_seconds is None:
-            ticket.first_token_seconds = time.perf_counter() - ticket.submitted_at
+            ticket.first_token_seconds = now - ticket.submitted_at
+        else:
+            with self._changed:
+                self._totals.between_tokens.observe((now - running.newest_at) / len(response.token_ids))
+        running.newest_at = now
         if response.finish_reason is not None:
             self._finish(running, response.finish_reason)
         ticket.put(response)

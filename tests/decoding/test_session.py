@@ -20,8 +20,9 @@ def test_drafts_after_a_rewind_are_those_of_a_fresh_session(width, keep):
     adjust, seen = drafter.adjust_logits, []
 
     def watched(logits):
-        seen.append(adjust(logits))
-        return seen[-1]
+        adjusted = adjust(logits)
+        seen.append(adjusted[0])
+        return adjusted
 
     drafter.adjust_logits = watched
 
