@@ -15,9 +15,9 @@ from tiny import SECOND, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, Greedy, Rejection
 from dflash_mlx.decoding.engine import decode
-from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import DraftTree, grow
+from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams, best_columns
 

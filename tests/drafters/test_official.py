@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from cases import BLOCK, CASES, NOT_IN_MLX, ROUNDS, VOCAB, is_second, make_inputs, write_folder
 from make_golden import GOLDEN, TEMPERATURE, run_mlx
+from tiny import context_rows
 
 from dflash_mlx.decoding.accept import DraftVocabulary, Greedy, Rejection
-from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
+from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.sampling import SamplingParams
 
 OFFICIAL = dict(np.load(GOLDEN))
@@ -33,7 +34,8 @@ def run(drafter, inputs):
     for features, (_, anchor) in zip(inputs.features, ROUNDS, strict=True):
         drafter.extend_context(mx.array(features), cache)
         block = mx.array([[anchor] + [drafter.config.mask_token_id] * (BLOCK - 1)])
-        hidden = drafter(drafter.embed_block(block, lambda tokens: embedding[tokens]), cache)[0, 1:]
+        embedded = drafter.embed_block(block, lambda tokens: embedding[tokens])
+        hidden = drafter(embedded, context_rows(drafter, cache, BLOCK))[0, 1:]
         yield hidden, drafter.adjust_logits(hidden @ head.T), mx.array([anchor])
 
 
