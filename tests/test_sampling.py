@@ -18,9 +18,9 @@ from dflash_mlx.decoding.accept import Coupled, Rejection, choose_strategy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import DraftTree, grow
-from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import UsageError
+from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams, sampling_scores
 
 VOCAB, PROMPT, RUNS = 5, [1, 4, 2], 5000

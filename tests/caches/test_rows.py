@@ -5,11 +5,11 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from tiny import FAMILIES, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
+from dflash_mlx.caches.rows import DeviceCaches, works_with
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.policy.width import FixedWidth
-from dflash_mlx.caches.rows import DeviceCaches, works_with
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

@@ -3,13 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.base import scaled_dot_product_attention
 from kernels.cuda_on_cpu import CudaKernel, needs_compiler
+from mlx_lm.models.base import scaled_dot_product_attention
 from tiny import FAMILIES, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
-from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.kernels import few_rows_attention
 from dflash_mlx.kernels.few_rows_attention import MOST_KEYS, MOST_ROWS, attend, attention_layers, fits, set_attention
+from dflash_mlx.policy.width import FixedWidth
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import mlx.nn as nn
 import pytest
 from tiny import FAMILIES, SECOND, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
-from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.kernels import few_rows_linear
 from dflash_mlx.kernels.few_rows_linear import FewRowsLinear, fitting_layers, set_few_rows
+from dflash_mlx.policy.width import FixedWidth
 
 MOST = 5
 

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from dflash_mlx.policy.pauses import Pauses
 from dflash_mlx.decoding.tree import Candidates
+from dflash_mlx.policy.pauses import Pauses
 from dflash_mlx.policy.trees_or_chains import PairCosts, TreesOrChains, choose_policy
 from dflash_mlx.policy.width import (
     AcceptanceEstimate,
