@@ -104,21 +104,22 @@ def test_there_is_always_room(start, lanes, monkeypatch):
 
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_round_copies_no_buffer(lanes):
-    """Rows are written in place: a round of long contexts needs far less memory than they have."""
+    """Rows are written in place: beside the models, rounds of long contexts hold the buffers and little else."""
     target, drafter = tiny_target("qwen3", head_dim=64), tiny_drafter(head_dim=64)
+    mx.eval(drafter.parameters())
+    assert target.takes_rows()
+    models = mx.get_active_memory()
     engine = Engine(target, drafter, policy=FixedGroup(2))
     for length in (2000, 1500, 1900)[:lanes]:
         engine.join(lane_of(target, drafter, [5] * length, 64, 2))
     for _ in range(3):
         engine.advance()
-    held = mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(3):
         engine.advance()
-    batch = engine._batch
-    leaves = [*batch.caches.rows.attention, *batch.state.rows.attention]
-    buffers = sum(leaf.keys.nbytes + leaf.values.nbytes for leaf in leaves)
-    assert mx.get_peak_memory() - held < 0.1 * buffers
+    layers = [*engine._batch.caches.rows.attention, *engine._batch.state.rows.attention]
+    buffers = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    assert mx.get_peak_memory() - models < 1.15 * buffers
 
 
 def test_an_answer_left_open_gives_way_to_the_next(target):
