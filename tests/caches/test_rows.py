@@ -1,5 +1,7 @@
 """Rows of different lengths compute what mlx-lm's caches compute for each answer alone, and give them back."""
 
+import itertools
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
@@ -107,16 +109,22 @@ def test_rows_come_and_go(target):
     assert_close(found[1:], alone(target, a, BLOCK, MORE, BLOCK))
 
 
-@pytest.mark.parametrize("order", [(0, 4), (4, 0)])
-def test_rows_with_little_and_much_room_join(order):
+LITTLE, MUCH = (PROMPTS[0],), (PROMPTS[4],)
+# Fed in two pieces, mlx-lm's buffers have no round number of positions.
+ODD = (PROMPTS[4], PROMPTS[3] * 5)
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations([LITTLE, MUCH, ODD], 2)))
+@pytest.mark.parametrize("free", [[], [0]])
+def test_rows_with_any_room_join(pair, free):
     target = tiny_target("llama")
-    first, second = (PROMPTS[i] for i in order)
-    batch = Rows.of(filled(target, first), len(first))
-    batch.join([Rows.of(filled(target, second), len(second))])
-    batch.reserve(400)
-    found = forward(target, batch, BLOCK, BLOCK)
-    assert_close(found[:1], alone(target, first, BLOCK))
-    assert_close(found[1:], alone(target, second, BLOCK))
+    first, second = (Rows.of(filled(target, *pieces), sum(map(len, pieces))) for pieces in pair)
+    [number] = first.join([second], free=free)
+    first.reserve(700)
+    found = forward(target, first, *[BLOCK] * first.count)
+    assert_close(found[number : number + 1], alone(target, *pair[1], BLOCK))
+    if not free:
+        assert_close(found[:1], alone(target, *pair[0], BLOCK))
 
 
 def states_of(rows):

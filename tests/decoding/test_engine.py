@@ -103,6 +103,21 @@ def test_there_is_always_room(start, lanes, monkeypatch):
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
+def test_rejected_drafts_take_no_room(lanes):
+    """150 tokens and their 2,000 rejected drafts fit into the first step of the buffers."""
+    target, drafter = tiny_target("llama"), tiny_drafter(block_size=16)
+    engine = Engine(target, drafter, policy=FixedGroup(15))
+    joined = [lane_of(target, drafter, [5] * length, 150, 15) for length in (3, 1, 40)[:lanes]]
+    for lane in joined:
+        engine.join(lane)
+    while engine.lanes:
+        engine.advance()
+    for lane in joined:
+        caches = [*lane.session.target_cache, *lane.session.draft_cache]
+        assert {cache.keys.shape[2] for cache in caches} == {256}
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
 def test_a_round_copies_no_buffer(lanes):
     """Rows are written in place: beside the models, rounds of long contexts hold the buffers and little else."""
     target, drafter = tiny_target("qwen3", head_dim=64), tiny_drafter(head_dim=64)
