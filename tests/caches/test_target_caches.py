@@ -11,7 +11,7 @@ from dflash_mlx.caches.target_caches import BatchCaches, SingleCaches, works_wit
 from dflash_mlx.decoding.batch import open_caches
 from dflash_mlx.decoding.session import Session
 
-IN_ROWS = ["llama", "llama, sliding", "qwen3_next", "falcon_h1", "lfm2"]
+IN_ROWS = ["llama", "llama, sliding", "qwen3_next", "kimi_linear", "lfm2"]
 ALONE = ["recurrent_gemma", "rwkv7"]
 PROMPTS = [[(7 * i + 3 * length) % VOCAB for i in range(length)] for length in (6, 20, 1)]
 BLOCK, KEPT, MORE = [1, 2, 3, 4, 5, 6], (2, 6, 1), [7, 8]
