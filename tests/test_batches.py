@@ -7,16 +7,23 @@ lanes that join and leave in mid-answer, stops inside a round, and conversations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
+import test_sampling
+from json_tokens import SCHEMA, json_pair
 from test_lossless import RandomWidth
-from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
+from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 
 from dflash_mlx.decoding import batch, engine
-from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import Engine, prefill
+from dflash_mlx.decoding.accept import Coupled, Greedy, Rejection
+from dflash_mlx.decoding.constraint import json_constraint
+from dflash_mlx.decoding.engine import Engine, decode, prefill
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session, common_prefix
+from dflash_mlx.policy.group import FixedGroup
+from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.sampling import SamplingParams
 
 CHUNK, WIDTH = 16, 5
 CASES = 20
@@ -165,3 +172,110 @@ def test_each_lane_answers_as_if_alone(target, seed, monkeypatch):
                     text = text if rng.random() < 0.5 else text[: rng.randint(1, len(text))]
                     waiting.append(Asked(target, rng, prompt=[*text, 5, 6], session=one.session))
     assert done
+
+
+def test_perfect_drafts_are_all_kept(target):
+    """20 tokens in rounds of 4 drafts and the target's own take 4 rounds; lanes with shorter answers leave earlier."""
+    width, limits = 4, {20: 4, 10: 2, 5: 1}
+    # Every beginning of it is continued by the rest, so that one script serves all lanes.
+    text = [3, *plain_tokens(target, [3], 40, prefill_step_size=CHUNK)]
+    drafter = ScriptedDrafter(tiny_drafter(block_size=width + 1).config, dict(enumerate(text)))
+    running = Engine(target, drafter, policy=FixedGroup(width))
+    steps = {}
+    for length, limit in zip((3, 20, 1), limits, strict=True):
+        session, prompt, policy = Session(target, drafter), text[:length], FixedWidth(width)
+        prefill(session, prompt[:-1])
+        lane = Lane(session=session, prompt=prompt, strategy=Greedy(), policy=policy, max_tokens=limit, eos_ids=set())
+        running.join(lane)
+        steps[lane] = []
+    rounds = 0
+    while running.lanes:
+        rounds += 1
+        for lane, step in running.advance():
+            steps[lane].append(step)
+    assert rounds == 4
+    for lane, own in steps.items():
+        assert [step.num_accepted for step in own] == [width] * limits[lane.max_tokens]
+        assert [t for step in own for t in step.tokens] == text[len(lane.prompt) :][: lane.max_tokens]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sampled_lanes_draw_what_they_draw_alone(seed):
+    """With a seed each, one with penalties, one that reports log-probabilities and one that writes JSON."""
+    rng, pair = random.Random(seed), json_pair(block_size=WIDTH + 1)
+    constraint = json_constraint(pair, SCHEMA)
+    penalties = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, logit_bias={5: 2.0})
+    wanted = [
+        lambda: {"processors": penalties.logits_processors()},
+        lambda: {"top_logprobs": 3},
+        lambda: {"guide": constraint.start()},
+        dict,
+    ]
+    rng.shuffle(wanted)
+    prompts = [[rng.randrange(200) for _ in range(length)] for length in (3, 12, 1, 7)]
+
+    def options(i):
+        params = SamplingParams(temperature=0.9, top_p=0.95, seed=10 * seed + i)
+        return {"strategy": Coupled(params), "max_tokens": 30, "eos_ids": pair.eos_ids, **wanted[i]()}
+
+    alone = []
+    for i, prompt in enumerate(prompts):
+        steps = list(decode(Session(pair.target, None), prompt, policy=FixedWidth(0), **options(i)))
+        alone.append(([t for s in steps for t in s.tokens], [p for s in steps for p in s.logprobs]))
+    texts = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, alone, strict=True)]
+    drafter = Texts(pair.drafter.config, texts, rng, 0.3)
+    running = Engine(pair.target, drafter, policy=RandomGroup(rng))
+    found, kept = {}, 0
+    for i, prompt in enumerate(prompts):
+        session = Session(pair.target, drafter)
+        prefill(session, prompt[:-1])
+        lane = Lane(session=session, prompt=prompt, policy=RandomWidth(rng, WIDTH), **options(i))
+        running.join(lane)
+        found[lane] = [], []
+    while running.lanes:
+        for lane, step in running.advance():
+            found[lane][0].extend(step.tokens)
+            found[lane][1].extend(step.logprobs)
+            kept += step.num_accepted
+    assert kept > 20
+    for (tokens, logprobs), (expected, expected_logprobs) in zip(found.values(), alone, strict=True):
+        assert tokens == expected
+        assert len(logprobs) == len(expected_logprobs)
+        for one, other in zip(logprobs, expected_logprobs, strict=True):
+            assert one.token_id == other.token_id
+            scores = [[entry.logprob, *(score for _, score in entry.top)] for entry in (one, other)]
+            assert np.allclose(*scores, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_lanes_without_a_seed_keep_the_targets_distribution():
+    """The first three tokens of two lanes out of three, the one between them at other positions."""
+    params, prompt, runs = SamplingParams(temperature=0.8), test_sampling.PROMPT, 1500
+    target = tiny_target("llama", seed=3, vocab_size=test_sampling.VOCAB, num_hidden_layers=1)
+    one_layer = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "num_target_layers": 1}
+    drafter = tiny_drafter(block_size=4, taps=(0,), vocab_size=test_sampling.VOCAB, **one_layer)
+    prompts = [prompt, [*prompt, 0, 3, 3, 1], prompt]
+    sessions = [Session(target, drafter) for _ in prompts]
+    strategies = [Rejection(params, seed=20 + i) for i in range(3)]
+    counts: dict[tuple[int, ...], int] = {}
+    for _ in range(runs):
+        running = Engine(target, drafter, policy=FixedGroup(3))
+        found = {}
+        for session, own, strategy in zip(sessions, prompts, strategies, strict=True):
+            session.rewind(len(own) - 1)
+            prefill(session, own[:-1])
+            lane = Lane(
+                session=session, prompt=own, strategy=strategy, policy=FixedWidth(3), max_tokens=5, eos_ids=set()
+            )
+            running.join(lane)
+            found[lane] = []
+        while min(map(len, found.values())) < 3:
+            for lane, step in running.advance():
+                found[lane] += step.tokens
+        for session in sessions:
+            session.settle()
+        for tokens in (tokens for lane, tokens in found.items() if lane.prompt is prompt):
+            counts[tuple(tokens[:3])] = counts.get(tuple(tokens[:3]), 0) + 1
+    assert sum(counts.values()) == 2 * runs
+    expected = test_sampling.exact_joint(target, params)
+    assert test_sampling.chi_square_p(counts, expected, 2 * runs) > 1e-3

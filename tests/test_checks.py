@@ -34,12 +34,12 @@ def test_shapes_that_do_not_fit(changes, message):
 def test_a_target_whose_blocks_differ_from_its_steps():
     """A model that forgets its cache gives other logits for a block than token by token."""
     target = tiny_target("llama")
-    forward = target.forward_tapped
+    forward = target.forward
 
-    def forgetful(tokens, cache, layer_ids):
-        return forward(tokens, target.make_cache() if tokens.shape[1] == 1 else cache, layer_ids)
+    def forgetful(tokens, cache):
+        return forward(tokens, target.make_cache() if tokens.shape[1] == 1 else cache)
 
-    target.forward_tapped = forgetful
+    target.forward = forgetful
     with pytest.raises(PairError, match="block forward"):
         check_pair(target, tiny_drafter(), dtype=mx.float32)
 

@@ -1,5 +1,7 @@
 """Tiny random models for tests: real mlx-lm classes and real drafters, small enough to run in milliseconds."""
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.decoding.accept import Greedy
@@ -69,6 +72,17 @@ def tiny_drafter(
     drafter = make_drafter(replace(config, **changes))
     _randomize(drafter, seed)
     return drafter
+
+
+def context_rows(drafter: DFlashDrafter, cache: Sequence[KVCache], block: int, *, length: int | None = None) -> Rows:
+    """A drafter's caches as rows of one answer, with room for `block` places; the caches themselves stay as they are.
+
+    length: how many positions count, all that the caches hold when None.
+    """
+    length = cache[0].offset if length is None else length
+    rows = Rows.of(drafter.filled([copy(layer_cache) for layer_cache in cache]), length)
+    rows.reserve(length + block)
+    return rows
 
 
 class ScriptedDrafter(DFlashDrafter):

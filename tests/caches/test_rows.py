@@ -1,157 +1,191 @@
-"""Caches whose length stays on the device: the same numbers as with mlx-lm's KVCache, in a model and in the loop."""
+"""Rows of different lengths compute what mlx-lm's caches compute for each answer alone, and give them back."""
+
+import itertools
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache
-from tiny import FAMILIES, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from tiny import VOCAB, tiny_target
+from tiny_families import WINDOW, family_target, unavailable
 
-from dflash_mlx.caches.rows import DeviceCaches, works_with
-from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import decode
-from dflash_mlx.decoding.session import Session
-from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.caches.rows import RowKVCache, RowLengths, Rows, fits
+
+FAMILIES = ["llama", "qwen3", "llama, sliding", "gemma4, shared keys", "glm_moe_dsa", "qwen3_next"]
+BLOCK, MORE = [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]
+# Of rows with different lengths: prompts that a window holds, and does not; the last two take two steps of growth.
+PROMPTS = [[(7 * i + 3 * length) % VOCAB for i in range(length)] for length in (5, 1, 20, 70, 300)]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=FAMILIES)
 def target(request):
-    return tiny_target(request.param)
+    if reason := unavailable(request.param):
+        pytest.skip(reason)
+    return family_target(request.param)
 
 
-def filled(target, prompt):
+def filled(target, prompt, *further):
+    """mlx-lm's caches of one answer, fed in pieces."""
     cache = target.make_cache()
-    target.forward(mx.array([prompt]), cache)
+    for tokens in (prompt, *further):
+        target.forward(mx.array([tokens]), cache)
     return cache
 
 
-def test_a_forward_continues_behind_the_length(target):
-    """Rows behind the length are not seen, also when they hold what was rejected, and the buffers grow."""
+def rows_of(target, prompt, *, room=400):
+    rows = Rows.of(filled(target, prompt), len(prompt))
+    rows.reserve(room)
+    return rows
+
+
+def forward(target, rows, *blocks):
+    """Feed each row its block, and let it count."""
+    logits = target.forward(mx.array(blocks), rows.layers)
+    rows.lengths.value = rows.lengths.value + len(blocks[0])
+    return logits
+
+
+def assert_close(found, expected):
+    assert mx.allclose(found, expected, rtol=1e-3, atol=1e-4).item()
+
+
+def alone(target, *pieces):
+    """What mlx-lm computes for the last piece after the others."""
+    *before, last = pieces
+    return target.forward(mx.array([last]), filled(target, *before))
+
+
+def test_a_forward_continues_after_the_length():
+    """Positions after the length are not seen, also when they hold what was rejected, and the buffers grow."""
+    target = tiny_target("llama")
     prompt = [i % 40 for i in range(250)]
-    rejected, block = mx.array([[7, 8, 9]]), mx.array([[1, 2, 3, 4, 5, 6, 7, 8]])
-    expected = target.forward(block, filled(target, prompt))
-
-    caches = DeviceCaches.stand_in(filled(target, prompt))
-    caches.length.value = mx.array(len(prompt))
-    caches.reserve(len(prompt) + 8)
-    target.forward(rejected, caches.layers)
-    found = target.forward(block, caches.layers)
-
-    assert caches.length.capacity == 512
-    assert mx.allclose(found, expected, atol=1e-4).item()
+    rows = Rows.of(filled(target, prompt), len(prompt))
+    assert rows.lengths.capacity == 256
+    rows.reserve(len(prompt) + len(BLOCK))
+    target.forward(mx.array([[7, 8, 9]]), rows.layers)
+    assert rows.lengths.capacity == 512
+    assert_close(target.forward(mx.array([BLOCK]), rows.layers), alone(target, prompt, BLOCK))
 
 
-def test_give_back_makes_usual_caches_again(target):
-    prompt, block = [4, 5, 6, 7, 8], mx.array([[1, 2, 3]])
-    usual = filled(target, prompt)
-    caches = DeviceCaches.stand_in(usual)
-    caches.length.value = mx.array(len(prompt))
-    target.forward(block, caches.layers)
-    caches.give_back(len(prompt) + 1)
-    assert all(type(cache) is KVCache and cache.offset == len(prompt) + 1 for cache in usual)
-    found = target.forward(block, usual)
-    assert mx.allclose(found, target.forward(block, filled(target, [*prompt, 1])), atol=1e-4).item()
+def test_a_window_counts_from_each_rows_length():
+    def seen(mask):
+        return [[i for i, sees in enumerate(row) if sees] for row in mask.tolist()]
+
+    one = RowKVCache(mx.zeros((1, 1, 8, 4)), mx.zeros((1, 1, 8, 4)), RowLengths(mx.array([5]), 8))
+    assert seen(one.make_mask(2, window_size=3)) == [[3, 4, 5], [4, 5, 6]]
+    assert seen(one.make_mask(1)) == [[0, 1, 2, 3, 4, 5]]
+    assert one.make_mask(2, return_array=True).shape == (1, 1, 2, 8)
+    two = RowKVCache(mx.zeros((2, 1, 8, 4)), mx.zeros((2, 1, 8, 4)), RowLengths(mx.array([5, 0]), 8), window=3)
+    mask = two.make_mask(2)
+    assert mask.shape == (2, 1, 2, 8)
+    assert [seen(row[0]) for row in mask] == [[[3, 4, 5], [4, 5, 6]], [[0], [0, 1]]]
 
 
-def test_a_sliding_mask_counts_from_the_length():
-    cache = KVCache()
-    cache.update_and_fetch(mx.zeros((1, 1, 6, 4)), mx.zeros((1, 1, 6, 4)))
-    device = DeviceCaches.stand_in([cache])
-    device.length.value = mx.array(5)
-    mask = device.layers[0].make_mask(2, window_size=3)
-    seen = [[i for i in range(device.length.capacity) if row[i]] for row in mask.tolist()]
-    assert seen == [[3, 4, 5], [4, 5, 6]]
+def test_rows_of_different_lengths_are_each_computed_as_alone(target):
+    """Two blocks, one after the other, of rows from one position to more than a window and a step of growth."""
+    batch = rows_of(target, PROMPTS[0])
+    assert batch.join([rows_of(target, prompt) for prompt in PROMPTS[1:]]) == [1, 2, 3, 4]
+    blocks = [[(token + row) % VOCAB for token in BLOCK] for row in range(5)]
+    found = forward(target, batch, *blocks)
+    after = forward(target, batch, *[MORE] * 5)
+    for row, prompt in enumerate(PROMPTS):
+        assert_close(found[row : row + 1], alone(target, prompt, blocks[row]))
+        assert_close(after[row : row + 1], alone(target, prompt, blocks[row], MORE))
 
 
-class NeedsNumbers:
-    """A model that computes with the cache's length in Python."""
-
-    def __call__(self, tokens, cache):
-        assert isinstance(cache[0].offset, int)
-        cache[0].update_and_fetch(mx.zeros((1, 1, tokens.shape[1], 4)), mx.zeros((1, 1, tokens.shape[1], 4)))
-        return mx.zeros((1, tokens.shape[1], 8))
-
-
-def test_works_with_finds_out_by_running(target):
-    assert target.takes_device_lengths()
-    assert not works_with(NeedsNumbers(), 8, [KVCache()])
-    assert not works_with(target.model, target.vocab_size, [object()])
-    assert not works_with(target.model, target.vocab_size, [])
-
-
-def test_rounds_are_queued_before_the_last_one_is_read(target, monkeypatch):
-    """The real loop over more than one growth of the buffers, with and without queueing: the same rounds."""
-    prompt = [3, 1, 4]
-    truth = plain_tokens(target, prompt, 400)
-    script = {3 + i: token for i, token in enumerate(truth)}
-    queued = []
-    to_device = Session.to_device
-    monkeypatch.setattr(
-        Session, "to_device", lambda self, length: (queued.append(self.in_flight), to_device(self, length))
-    )
-    runs = []
-    for device in (True, False):
-        monkeypatch.setattr(target, "_device_lengths", device)
-        drafter = ScriptedDrafter(tiny_drafter(block_size=8).config, script, frozenset(range(5, 400, 9)))
-        session = Session(target, drafter)
-        steps = decode(session, prompt, strategy=Greedy(), policy=FixedWidth(7), max_tokens=400, eos_ids=set())
-        runs.append([(step.tokens, step.num_accepted) for step in steps])
-        assert session.device is None
-        assert session.tokens == (prompt + truth)[: len(session.tokens)]
-    assert [token for tokens, _ in runs[0] for token in tokens] == truth
-    # The last rounds may differ in width: one more round is in flight when the limit is known.
-    assert runs[0][:-2] == runs[1][: len(runs[0]) - 2]
-    assert len(queued) > 40
+def test_rows_come_and_go(target):
+    """A new answer takes a free row, another a new one, and what stays is put in another order."""
+    a, b, c, d, e = PROMPTS
+    batch = rows_of(target, a)
+    batch.join([rows_of(target, b), rows_of(target, e)])
+    forward(target, batch, *[BLOCK] * 3)
+    assert batch.join([rows_of(target, c), rows_of(target, d)], free=[1]) == [1, 3]
+    assert batch.count == 4
+    found = forward(target, batch, *[MORE] * 4)
+    for row, pieces in enumerate([(a, BLOCK), (c,), (e, BLOCK), (d,)]):
+        assert_close(found[row : row + 1], alone(target, *pieces, MORE))
+    batch.keep([3, 0])
+    found = forward(target, batch, *[BLOCK] * 2)
+    assert_close(found[:1], alone(target, d, MORE, BLOCK))
+    assert_close(found[1:], alone(target, a, BLOCK, MORE, BLOCK))
 
 
-@pytest.mark.parametrize("start", range(225, 262, 3))
-def test_there_is_always_room(target, monkeypatch, start):
-    """Whatever a round may keep, what it writes fits the buffers of both models: nothing checks that on the device."""
-    written = []
-
-    def checked(method, last_row, which):
-        def call(session, *args, **kwargs):
-            if session.device is None:
-                return method(session, *args, **kwargs)
-            written.append(last_row(session, *args, **kwargs))
-            outputs = method(session, *args, **kwargs)
-            assert written[-1] <= session.device[which].layers[0].keys.shape[2]
-            return outputs
-
-        return call
-
-    def verified(session, tokens, **_):
-        return int(session.device[0].length.value.item()) + tokens.shape[1]
-
-    def drafted(session, features, block, *, end):
-        return int(mx.array(end).item()) + block.shape[0]
-
-    monkeypatch.setattr(Session, "forward", checked(Session.forward, verified, 0))
-    monkeypatch.setattr(Session, "draft", checked(Session.draft, drafted, 1))
-    prompt = [i % 40 for i in range(start)]
-    truth = plain_tokens(target, prompt, 70)
-    script = {start + i: token for i, token in enumerate(truth)}
-    session = Session(target, ScriptedDrafter(tiny_drafter(block_size=16).config, script))
-    steps = decode(session, prompt, strategy=Greedy(), policy=FixedWidth(15), max_tokens=70, eos_ids=set())
-    assert [token for step in steps for token in step.tokens] == truth
-    assert max(written) > 256
+LITTLE, MUCH = (PROMPTS[0],), (PROMPTS[4],)
+# Fed in two pieces, mlx-lm's buffers have no round number of positions.
+ODD = (PROMPTS[4], PROMPTS[3] * 5)
 
 
-def test_an_answer_left_open_gives_way_to_the_next(target, monkeypatch):
-    monkeypatch.setattr(target, "_device_lengths", True)
-    prompt = [9, 8, 7]
-    truth = plain_tokens(target, prompt, 60)
-    session = Session(
-        target, ScriptedDrafter(tiny_drafter(block_size=8).config, {3 + i: t for i, t in enumerate(truth)})
-    )
+@pytest.mark.parametrize("pair", list(itertools.permutations([LITTLE, MUCH, ODD], 2)))
+@pytest.mark.parametrize("free", [[], [0]])
+def test_rows_with_any_room_join(pair, free):
+    target = tiny_target("llama")
+    first, second = (Rows.of(filled(target, *pieces), sum(map(len, pieces))) for pieces in pair)
+    [number] = first.join([second], free=free)
+    first.reserve(700)
+    found = forward(target, first, *[BLOCK] * first.count)
+    assert_close(found[number : number + 1], alone(target, *pair[1], BLOCK))
+    if not free:
+        assert_close(found[:1], alone(target, *pair[0], BLOCK))
 
-    def answer(history):
-        return decode(session, history, strategy=Greedy(), policy=FixedWidth(5), max_tokens=30, eos_ids=set())
 
-    left = answer(prompt)
-    seen = [token for _, step in zip(range(3), left, strict=False) for token in step.tokens]
-    assert session.device is not None
-    history = prompt + seen
-    session.rewind(len(history) - 1)
-    after = [token for step in answer(history) for token in step.tokens]
-    left.close()
-    assert seen + after == truth[: len(seen) + 30]
-    assert all(cache.offset == len(session.tokens) for cache in session.target_cache)
+def states_of(rows):
+    return [list(state.cache) for state in rows.states]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+def test_give_back_makes_usual_caches_again(target, prompt):
+    """Of a row by itself and of one in a batch; a part of the last block is not given back where it can be cut off."""
+    for others in ([], [PROMPTS[2], PROMPTS[0]]):
+        usual = filled(target, prompt)
+        kinds = [type(cache) for cache in usual]
+        batch = Rows.of(usual, len(prompt))
+        batch.reserve(400)
+        if others:
+            batch.join([rows_of(target, other) for other in others])
+        forward(target, batch, *[BLOCK] * (1 + len(others)))
+        kept = BLOCK if batch.states else BLOCK[:5]
+        batch.give_back(0, len(prompt) + len(kept), usual, states=states_of(batch))
+        assert [type(cache) for cache in usual] == kinds
+        # One token, as plain decoding goes on, and then a block.
+        assert_close(target.forward(mx.array([[9]]), usual), alone(target, prompt, kept, [9]))
+        assert_close(target.forward(mx.array([MORE]), usual), alone(target, prompt, kept, [9], MORE))
+
+
+@pytest.mark.parametrize("family", ["llama, sliding", "qwen3_next"])
+def test_what_was_given_back_can_be_taken_again(family):
+    """A conversation: rows to caches, a prompt fed to those, and rows again."""
+    target = family_target(family)
+    pieces = [PROMPTS[2]]
+    usual = filled(target, *pieces)
+    for _ in range(4):
+        batch = Rows.of(usual, sum(map(len, pieces)))
+        batch.join([rows_of(target, PROMPTS[3])])
+        batch.reserve(400)
+        found = forward(target, batch, BLOCK, BLOCK)
+        assert_close(found[:1], alone(target, *pieces, BLOCK))
+        pieces.append(BLOCK)
+        batch.give_back(0, sum(map(len, pieces)), usual, states=states_of(batch))
+        target.forward(mx.array([MORE]), usual)
+        pieces.append(MORE)
+
+
+def test_a_window_given_back_holds_little_more_than_it_needs():
+    target = family_target("llama, sliding")
+    usual = filled(target, PROMPTS[4])
+    batch = Rows.of(usual, 300)
+    batch.reserve(308)
+    forward(target, batch, BLOCK)
+    batch.give_back(0, 308, usual)
+    windows = [cache for cache in usual if isinstance(cache, RotatingKVCache)]
+    assert windows
+    assert all(WINDOW <= cache.keys.shape[2] < 100 for cache in windows)
+
+
+def test_only_known_kinds_fit():
+    class OwnCache(KVCache):
+        pass
+
+    assert fits([KVCache(), RotatingKVCache(max_size=8), CacheList(KVCache(), ArraysCache(2))])
+    assert not fits([KVCache(), object()])
+    assert not fits([KVCache(), CacheList(KVCache(), OwnCache())])
+    assert not fits([RotatingKVCache(max_size=8, keep=4)])
+    assert not fits([])

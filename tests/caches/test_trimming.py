@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
-from dflash_mlx.caches.trimming import can_trim, leaves, trim
+from dflash_mlx.caches.trimming import can_trim, fill_window, held, leaves, newest, trim
 
 WINDOW = 8
 
@@ -49,6 +49,48 @@ def test_a_sliding_window_after_any_feeding_and_trimming():
                 assert drop > newest, "the newest block can always be taken back"
     assert refused > 50
     assert filled > 300
+
+
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("second", range(4))
+def test_a_window_trimmed_twice_is_right(first, second):
+    """Both out of the newest block: its next query sees its window, and so do those after it."""
+    for length in (3, WINDOW - 3, 2 * WINDOW):
+        cache = RotatingKVCache(max_size=WINDOW)
+        feed(cache, 0, length)
+        feed(cache, length, 6)
+        for count in (first, second):
+            assert can_trim(cache, count)
+            trim(cache, count)
+        left = length + 6 - first - second
+        assert cache.offset == left
+        for at in range(left, left + 3):
+            assert feed(cache, at, 1) == [window_of(at)]
+        assert feed(cache, left + 3, 4) == [window_of(at) for at in range(left + 3, left + 7)]
+
+
+def test_a_filler_is_not_counted():
+    """One key short of a full ring: the place in front is taken, but nothing more is held, and nothing can go."""
+    cache = RotatingKVCache(max_size=WINDOW)
+    positions = mx.arange(20 - WINDOW + 1, 20, dtype=mx.float32).reshape(1, 1, WINDOW - 1, 1)
+    fill_window(cache, positions, positions, 20)
+    assert cache.keys.shape[2] == WINDOW
+    assert held(cache) == WINDOW - 1
+    assert newest(cache, cache.keys).reshape(-1).tolist() == positions.reshape(-1).tolist()
+    assert not can_trim(cache, 1)
+    assert feed(cache, 20, 1) == [window_of(20)]
+    assert held(cache) == WINDOW
+    assert newest(cache, cache.keys).reshape(-1).tolist() == window_of(20)
+    # What was a filler's place now holds a position, which can be taken back out.
+    assert can_trim(cache, 1)
+
+
+def test_an_empty_window_is_as_new():
+    cache = RotatingKVCache(max_size=WINDOW)
+    feed(cache, 0, 5)
+    trim(cache, 5)
+    assert held(cache) == 0
+    assert feed(cache, 0, 3) == [window_of(at) for at in range(3)]
 
 
 def test_a_chunked_cache_keeps_the_chunk_of_the_next_query():

@@ -136,7 +136,7 @@ def test_packing_keeps_every_bit():
     exact = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     for count in (0, 3, 40, 60):
         packed = pack_logprobs(logits, tokens, count)
-        entries = unpack_logprobs(packed.tolist(), 3)
+        entries = unpack_logprobs(packed)
         assert [entry.token_id for entry in entries] == [7, 0, 39]
         assert [entry.logprob for entry in entries] == [float(exact[i, t]) for i, t in enumerate([7, 0, 39])]
         for entry, row in zip(entries, exact, strict=True):

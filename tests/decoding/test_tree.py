@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.decoding.accept import Greedy, judge
+from dflash_mlx.decoding.accept import Greedy, Outcome, judge
 from dflash_mlx.decoding.tree import Candidates, DraftTree, grow, rank, walk
 
 
@@ -112,20 +112,20 @@ def test_an_outcome_brings_the_kept_drafts_and_the_targets_own_token():
     logits[0, int(tree.tokens[child - 1])] = 100.0
     outcome = judge(Greedy(), tree, logits, 7)
     choices = mx.argmax(logits, axis=-1).tolist()
-    ranking = rank(mx.array(rng.normal(size=(3, 50))), 4)
-    reading = outcome.read(ranking)
+    [reading] = Outcome.stack([outcome], tree.depth).read()
     assert reading.path == walked(tree, choices)
     assert reading.tokens == [choices[row] for row in reading.path]
     assert reading.num_accepted == len(reading.path) - 1 >= 1
-    assert reading.candidates.token_ids.shape == (3, 4)
     assert outcome.next_anchor.item() == reading.tokens[-1]
 
 
-def test_reading_only_the_outcome_launches_nothing(monkeypatch):
-    """What it launched would run behind the round that is queued already, and the host would wait for both."""
-    outcome = Greedy().accept(None, mx.zeros((1, 5)), 0)
-    monkeypatch.setattr(mx, "concatenate", lambda *_: pytest.fail("a new array"))
-    assert outcome.read().tokens == [0]
+@pytest.mark.parametrize("answers", [1, 3])
+def test_reading_an_outcome_launches_nothing(answers, monkeypatch):
+    """What it launched would run after the round that is on its way already, and the host would wait for both."""
+    outcome = Outcome.stack([Greedy().accept(None, mx.zeros((1, 5)), 0)] * answers, 0)
+    mx.eval(outcome.packed)
+    monkeypatch.setattr(mx, "concatenate", lambda *_, **__: pytest.fail("a new array"))
+    assert [reading.tokens for reading in outcome.read()] == [[0]] * answers
 
 
 @pytest.mark.parametrize("vocabulary", [None, random.Random(0).sample(range(500), 40)])
@@ -133,7 +133,7 @@ def test_candidates_are_the_likeliest_tokens(vocabulary):
     scores = np.random.default_rng(0).normal(0, 3, (5, 40)).astype(np.float32)
     scores[:, 3:30] = -np.inf  # what a filter has removed
     ranking = rank(mx.array(scores), 8, None if vocabulary is None else mx.array(vocabulary))
-    found = ranking.read(np.array(ranking.packed))
+    found = ranking.read()
     logs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
     order = np.argsort(-logs, axis=1)[:, :8]
     assert (found.token_ids == (order if vocabulary is None else np.array(vocabulary)[order])).all()
@@ -144,7 +144,7 @@ def test_removed_tokens_are_never_drafted():
     scores = mx.full((2, 600), -mx.inf)
     scores[:, 7] = 0.0
     ranking = rank(scores, 8)
-    found = ranking.read(np.array(ranking.packed))
+    found = ranking.read()
     assert found.token_ids[:, 0].tolist() == [7, 7]
     assert (found.token_ids < 600).all()
     assert np.exp(found.log_probs).tolist() == [[1.0, *[0.0] * 7]] * 2

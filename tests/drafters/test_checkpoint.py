@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import CASES, HIDDEN, VOCAB, make_weights, write_folder
-from tiny import drafted_tokens, plain_tokens, tiny_drafter, tiny_target
+from tiny import context_rows, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import decode
@@ -18,6 +18,7 @@ from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters import checkpoint
 from dflash_mlx.drafters.checkpoint import drafter_precision, load_drafter, read_checkpoint
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
+from dflash_mlx.drafters.dflash_state import draft_logits
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.rounding import relative_difference
@@ -54,6 +55,11 @@ def speculators(folder, **tensors):
     return folder
 
 
+def hidden_without_context(drafter):
+    block = mx.random.normal((1, 4, HIDDEN), key=mx.random.key(0))
+    return drafter(block, context_rows(drafter, drafter.make_cache(), 4))
+
+
 def test_speculators_is_the_same_drafter(tmp_path):
     t2d = mx.array([token in IDS for token in range(VOCAB)])
     copies = {"embed_tokens.weight": mx.zeros((VOCAB, HIDDEN)), "verifier_norm.weight": mx.ones(HIDDEN)}
@@ -62,8 +68,7 @@ def test_speculators_is_the_same_drafter(tmp_path):
     same = load_drafter(write(tmp_path / "b"), dtype=mx.float32)
     assert drafter.config.draft_token_ids == tuple(IDS)
     assert replace(drafter.config, draft_token_ids=(), num_target_layers=9) == same.config
-    block = mx.random.normal((1, 4, HIDDEN), key=mx.random.key(0))
-    assert mx.array_equal(drafter(block, drafter.make_cache()), same(block, same.make_cache())).item()
+    assert mx.array_equal(hidden_without_context(drafter), hidden_without_context(same)).item()
 
 
 def test_a_head_of_its_own_drafts_its_own_tokens(tmp_path):
@@ -71,9 +76,8 @@ def test_a_head_of_its_own_drafts_its_own_tokens(tmp_path):
     folder = speculators(tmp_path, d2t=offsets(IDS), **{"lm_head.weight": head})
     drafter = load_drafter(folder, dtype=mx.float32)
     target = tiny_target("llama", vocab_size=VOCAB, num_hidden_layers=9)
-    session = Session(target, drafter)
     hidden = mx.random.normal((3, HIDDEN), key=mx.random.key(2))
-    assert mx.allclose(session.draft_logits(hidden), hidden @ head.T, atol=1e-5).item()
+    assert mx.allclose(draft_logits(drafter, target, hidden), hidden @ head.T, atol=1e-5).item()
     assert drafted_tokens(target, drafter, [1, 2], 20, FixedWidth(4)) == plain_tokens(target, [1, 2], 20)
 
 
@@ -242,11 +246,10 @@ def test_a_quantized_dflash_2_drafter(tmp_path):
     quantize_drafter(write_folder(tmp_path / "plain", config), tmp_path / "small", bits=8, group_size=32)
     drafter = load_drafter(tmp_path / "small", dtype=mx.float32, keep_quantized=True)
     plain = load_drafter(tmp_path / "plain", dtype=mx.float32)
-    block = mx.random.normal((1, 4, HIDDEN), key=mx.random.key(0))
-    found, expected = (d(block, d.make_cache()) for d in (drafter, plain))
+    found, expected = hidden_without_context(drafter), hidden_without_context(plain)
     assert relative_difference(found, expected) < 0.1
     expanded = load_drafter(tmp_path / "small", dtype=mx.float32, keep_quantized=False)
-    assert mx.allclose(expanded(block, expanded.make_cache()), found, atol=1e-4).item()
+    assert mx.allclose(hidden_without_context(expanded), found, atol=1e-4).item()
     target = tiny_target("llama", vocab_size=VOCAB, num_hidden_layers=9)
     assert drafted_tokens(target, drafter, [1, 2], 15, FixedWidth(4)) == plain_tokens(target, [1, 2], 15)
 

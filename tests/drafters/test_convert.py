@@ -5,6 +5,7 @@ import json
 import mlx.core as mx
 import pytest
 from cases import CASES, HIDDEN, VOCAB, make_weights, write_folder
+from tiny import context_rows
 
 from dflash_mlx.drafters import convert
 from dflash_mlx.drafters.checkpoint import load_drafter, read_checkpoint
@@ -52,7 +53,7 @@ def drafts(folder):
     drafter = load_drafter(folder, dtype=mx.float32)
     cache = drafter.make_cache()
     drafter.extend_context(mx.random.normal((1, 12, 3 * HIDDEN), key=mx.random.key(0)), cache)
-    return drafter(mx.random.normal((1, 6, HIDDEN), key=mx.random.key(1)), cache)
+    return drafter(mx.random.normal((1, 6, HIDDEN), key=mx.random.key(1)), context_rows(drafter, cache, 6))
 
 
 @pytest.mark.parametrize("name", BOTH_WAYS)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import BLOCK, CASES, NOT_IN_MLX, ROUNDS, VOCAB, is_second, make_inputs, write_folder
 from make_golden import GOLDEN, TEMPERATURE, run_mlx
+from tiny import context_rows
 
 from dflash_mlx.decoding.accept import DraftVocabulary, Greedy, Rejection
 from dflash_mlx.drafters.checkpoint import load_drafter
@@ -33,7 +34,8 @@ def run(drafter, inputs):
     for features, (_, anchor) in zip(inputs.features, ROUNDS, strict=True):
         drafter.extend_context(mx.array(features), cache)
         block = mx.array([[anchor] + [drafter.config.mask_token_id] * (BLOCK - 1)])
-        hidden = drafter(drafter.embed_block(block, lambda tokens: embedding[tokens]), cache)[0, 1:]
+        embedded = drafter.embed_block(block, lambda tokens: embedding[tokens])
+        hidden = drafter(embedded, context_rows(drafter, cache, BLOCK))[0, 1:]
         yield hidden, drafter.adjust_logits(hidden @ head.T), mx.array([anchor])
 
 

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny import HIDDEN, SECOND, VOCAB, tiny_drafter, tiny_target
+from tiny import HIDDEN, SECOND, VOCAB, context_rows, tiny_drafter, tiny_target
 from tiny_families import family_target
 
 from dflash_mlx.training.checkpoint import fresh_state, load_state, save_state, weights
@@ -62,12 +62,12 @@ def test_training_logits_equal_the_decode_loops(target, tokens, kind):
             drafter.extend_context(features[row : row + 1, : anchor // 2], cache)
             drafter.extend_context(features[row : row + 1, anchor // 2 : anchor], cache)
             block = mx.array([[tokens[row, anchor].item()] + [drafter.config.mask_token_id] * (BLOCK - 1)])
-            expected = drafter(target.embed(block), cache)[0]
+            expected = drafter(target.embed(block), context_rows(drafter, cache, BLOCK))[0]
             found = hidden[row, a]
             assert mx.abs(target.head(found) - target.head(expected)).max().item() < 2e-4
-            # The decode loop's masked form, with rejected features still in the cache, must agree too.
+            # With rejected features still in the cache, as the decode loop leaves them, it must agree too.
             drafter.extend_context(features[row : row + 1, anchor : anchor + 2], cache)
-            masked = drafter(target.embed(block), cache, context_length=mx.array(anchor))[0]
+            masked = drafter(target.embed(block), context_rows(drafter, cache, BLOCK, length=anchor))[0]
             assert mx.abs(masked - expected).max().item() < 2e-4
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import CASES, write_folder
-from tiny import SECOND, VOCAB, tiny_drafter, tiny_target
+from tiny import SECOND, VOCAB, context_rows, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import DraftVocabulary, Greedy
 from dflash_mlx.drafters.checkpoint import load_drafter, make_drafter
@@ -121,7 +121,7 @@ def drafted(target, drafter, tokens):
     drafter.extend_context(features, cache)
     masks = mx.full((1, WIDTH), drafter.config.mask_token_id)
     block = mx.concatenate([tokens[:, -1:], masks], axis=-1)
-    hidden = drafter(target.embed(block), cache)[:, 1:]
+    hidden = drafter(target.embed(block), context_rows(drafter, cache, WIDTH + 1))[:, 1:]
     return hidden, greedy_drafts(target, drafter, hidden, tokens[:, -1], chunk=64)
 
 
