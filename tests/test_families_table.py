@@ -51,7 +51,9 @@ def row(name: str) -> str:
         letters = letters[:-1]
     cases = f"{letters[0]} to {letters[-1]}"
     batch, trees = ("yes" if takes else "no" for takes in (target.takes_rows(), target.takes_trees()))
-    return f"| {name} | `{FAMILY_CONFIGS[name][0]}.py` | {caches} | {rollback_of(target)} | {batch} | {trees} | {cases} |"
+    return (
+        f"| {name} | `{FAMILY_CONFIGS[name][0]}.py` | {caches} | {rollback_of(target)} | {batch} | {trees} | {cases} |"
+    )
 
 
 def legend() -> list[str]:

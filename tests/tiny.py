@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.accept import Greedy, Outcome, Reading
 from dflash_mlx.decoding.engine import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.checkpoint import make_drafter
@@ -150,3 +150,9 @@ def _randomize(model: Any, seed: int) -> None:
     model.update(tree_map(draw, model.parameters()))
     model.eval()
     mx.eval(model.parameters())
+
+
+def read(outcome: Outcome) -> Reading:
+    """What the host learns of one answer's outcome."""
+    [reading] = Outcome.stack([outcome], outcome.depth).read()
+    return reading

@@ -28,12 +28,13 @@ _LARGE = 2**24
 class RowLengths:
     """How many positions of each of B rows count, `value` (B,) int32 on the device, and the room that rows have.
 
-    While the rows of a tree are fed, `tree` holds its (positions (R,), mask (R, capacity)); B is 1 then.
+    While the rows of a tree are fed, `tree` holds their positions (R,), the mask (R, capacity) and the position that
+    each place in the buffers has then (capacity,); B is 1.
     """
 
     def __init__(self, value: mx.array, capacity: int) -> None:
         self.capacity, self.value = capacity, value
-        self.tree: tuple[mx.array, mx.array] | None = None
+        self.tree: tuple[mx.array, mx.array, mx.array] | None = None
         self._index: tuple[mx.array, int, mx.array] | None = None
 
     @property
@@ -54,11 +55,12 @@ class RowLengths:
     def mask(self, count: int, window: int | None) -> mx.array:
         """Which positions each of the next `count` tokens may see: boolean, (B, 1, count, capacity)."""
         if self.tree is not None:
-            own, mask = self.tree[0][:, None], self.tree[1][None, None]
+            own, mask, positions = self.tree[0][:, None], self.tree[1][None, None], self.tree[2]
         else:
+            positions = mx.arange(self.capacity)
             own = self.value[:, None, None, None] + mx.arange(count)[:, None]
-            mask = mx.arange(self.capacity) <= own
-        return mask if window is None else mask & (own < mx.arange(self.capacity) + window)
+            mask = positions <= own
+        return mask if window is None else mask & (own < positions + window)
 
 
 class RowKVCache:

@@ -38,9 +38,12 @@ def branched(ropes: Sequence[nn.Module], rows: Rows, depths: list[int], visible:
     lengths = rows.lengths
     # Of each position, which row of the tree it is: below 0 for the context.
     row = mx.arange(lengths.capacity) - lengths.value
-    own = mx.take(mx.array(visible), mx.clip(row, 0, len(depths) - 1), axis=1)
+    index = mx.clip(row, 0, len(depths) - 1)
+    own = mx.take(mx.array(visible), index, axis=1)
     mask = mx.where(row < 0, True, own & (row < len(depths)))
-    lengths.tree = lengths.value + mx.array(depths, dtype=mx.int32), mask
+    own_positions = lengths.value + mx.array(depths, dtype=mx.int32)
+    positions = mx.where(row < 0, mx.arange(lengths.capacity), own_positions[index])
+    lengths.tree = own_positions, mask, positions
     try:
         with subclassed(ropes, _by_row):
             yield

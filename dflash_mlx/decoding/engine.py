@@ -72,6 +72,8 @@ class Engine:
         self._batch = Batch(target, drafter)
         self._joining: list[Batch] = []
         self._round: Round | None = None
+        # Lanes that cannot go on, which is said with the next results.
+        self._failed: list[Result] = []
         self._left_at = self._read_at = time.perf_counter()
 
     @property
@@ -188,12 +190,12 @@ class Engine:
         batch = self._batch
         mx.eval(current.verdict.arrays, plan.drafts.arrays if plan is not None and plan.drafts is not None else [])
         ahead = plan.launched.fed if plan is not None and plan.launched is not None else 0
-        results: list[Result] = []
-        finished: list[Lane] = []
+        results, self._failed = self._failed, []
+        finished = [lane for lane, _ in results]
         kept = [current.fed] * len(current.lanes)
         report = []
         for row, (lane, reading) in enumerate(zip(current.lanes, current.verdict.outcome.read(), strict=True)):
-            if lane is None or batch.rows[row] is not lane:
+            if lane is None or batch.rows[row] is not lane or lane in finished:
                 continue
             result, kept[row] = self._take(lane, reading, current, row)
             batch.bounds[row] = len(lane.session.tokens) + ahead
@@ -245,9 +247,9 @@ class Engine:
     def _launch_next(self, plan: Plan | None) -> Round | None:
         """Launch a round of the lanes that go on and those that join, of the drafts that are worth their time."""
         batch, joining = self._batch, self._joining
-        self._joining = []
         was_empty = not batch.rows
         left = batch.arrange(joining)
+        self._joining = []
         if not batch.rows:
             return None
         if was_empty:
@@ -301,14 +303,20 @@ class Engine:
         guides = {row: lane.guide for row, lane in enumerate(self._batch.rows) if lane is not None and lane.guide}
         if not guides:
             return drafts, {}
-        if drafts is None:
-            return None, {row: guide.allowed([])[1] for row, guide in guides.items()}
         bits: dict[int, Bits] = {}
-        tokens = np.array(drafts.tokens).tolist()
+        tokens = np.array(drafts.tokens).tolist() if drafts is not None else None
         for row, guide in guides.items():
-            proposal, bits[row] = limit(guide, drafts.of(row), tokens[row])
-            drafts.limits[row] = proposal.width if proposal is not None else 0
-        return drafts.narrowed(), bits
+            try:
+                if drafts is None or tokens is None:
+                    bits[row] = guide.allowed([])[1]
+                    continue
+                proposal, bits[row] = limit(guide, drafts.of(row), tokens[row])
+                drafts.limits[row] = proposal.width if proposal is not None else 0
+            except Exception as error:  # the others go on
+                lane = self._batch.rows[row]
+                assert lane is not None
+                self._failed.append((lane, error))
+        return drafts.narrowed() if drafts is not None else None, bits
 
     # Who decides.
 
@@ -342,8 +350,8 @@ class Engine:
     def layers_of(self, session: Session) -> tuple[int, list[Any], list[Any]]:
         [lane] = [lane for lane in self.lanes if lane.session is session]
         [batch] = [batch for batch in (self._batch, *self._joining) if lane in batch.rows]
-        assert isinstance(batch.caches, BatchCaches)
-        return batch.row_of(lane), batch.caches.rows.layers, batch.state.layers() if batch.state is not None else []
+        target = batch.caches.rows.layers if isinstance(batch.caches, BatchCaches) else session.target_cache
+        return batch.row_of(lane), target, batch.state.layers() if batch.state is not None else []
 
     @contextmanager
     def _whole_or_reset(self) -> Iterator[None]:

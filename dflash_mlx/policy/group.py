@@ -21,6 +21,8 @@ from dflash_mlx.policy.width import FADE, HYSTERESIS, AcceptanceEstimate
 # host has much to do for many lanes, and then does it while the device is idle.
 _STEEP = 2.0
 _STEADY_WIDTHS = (1, 3, 7, 15)
+# After so many rounds whose drafts were not worth verifying, so many are made without drafting; more each time.
+_MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 16, 256
 
 
 @dataclass
@@ -104,6 +106,8 @@ class GroupWidth:
         # Kept drafts, and what the confidence promised, of the drafts judged so far, by lane.
         self._kept = self._promised = 20.0
         self._expected = 0.0
+        # Rounds in a row that verified none of their drafts, rounds left without drafting, and how many the next time.
+        self._unused, self._rest, self._next_rest = 0, 0, _FIRST_REST
 
     @property
     def reads_confidence(self) -> bool:
@@ -111,6 +115,9 @@ class GroupWidth:
 
     def next_width(self, lanes: int) -> int:
         self._lanes = lanes
+        if self._rest > 0:
+            self._rest -= 1
+            return 0
         if self.pauses.take_rest():
             return 0
         if self.reads_confidence:
@@ -130,6 +137,11 @@ class GroupWidth:
         speed = self.pauses.speed or 1.0 / self.costs.round(lanes, 0)
         values = [1.0 + gain - speed * self.costs.round(lanes, w, drafted=drafted) for w, gain in enumerate(gains)]
         width = int(np.argmax(values))
+        self._unused = 0 if width else self._unused + 1
+        if width:
+            self._next_rest = _FIRST_REST
+        elif self._unused >= _MOST_UNUSED:
+            self._unused, self._rest, self._next_rest = 0, self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
         self._depths.append(width)
         self._expected = float(gains[width]) * self._promised / self._kept
         return width

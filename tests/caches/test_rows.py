@@ -68,7 +68,7 @@ def test_a_forward_continues_after_the_length():
 
 def test_a_window_counts_from_each_rows_length():
     def seen(mask):
-        return [[i for i, sees in enumerate(row) if sees] for row in mask.tolist()]
+        return [[i for i, sees in enumerate(row) if sees] for row in mask[0, 0].tolist()]
 
     one = RowKVCache(mx.zeros((1, 1, 8, 4)), mx.zeros((1, 1, 8, 4)), RowLengths(mx.array([5]), 8))
     assert seen(one.make_mask(2, window_size=3)) == [[3, 4, 5], [4, 5, 6]]
@@ -77,13 +77,14 @@ def test_a_window_counts_from_each_rows_length():
     two = RowKVCache(mx.zeros((2, 1, 8, 4)), mx.zeros((2, 1, 8, 4)), RowLengths(mx.array([5, 0]), 8), window=3)
     mask = two.make_mask(2)
     assert mask.shape == (2, 1, 2, 8)
-    assert [seen(row[0]) for row in mask] == [[[3, 4, 5], [4, 5, 6]], [[0], [0, 1]]]
+    assert [seen(row[None]) for row in mask] == [[[3, 4, 5], [4, 5, 6]], [[0], [0, 1]]]
 
 
 def test_rows_of_different_lengths_are_each_computed_as_alone(target):
     """Two blocks, one after the other, of rows from one position to more than a window and a step of growth."""
     batch = rows_of(target, PROMPTS[0])
-    assert batch.join([rows_of(target, prompt) for prompt in PROMPTS[1:]]) == [1, 2, 3, 4]
+    batch.join([rows_of(target, prompt) for prompt in PROMPTS[1:]])
+    assert batch.count == 5
     blocks = [[(token + row) % VOCAB for token in BLOCK] for row in range(5)]
     found = forward(target, batch, *blocks)
     after = forward(target, batch, *[MORE] * 5)
@@ -98,7 +99,9 @@ def test_rows_come_and_go(target):
     batch = rows_of(target, a)
     batch.join([rows_of(target, b), rows_of(target, e)])
     forward(target, batch, *[BLOCK] * 3)
-    assert batch.join([rows_of(target, c), rows_of(target, d)], free=[1]) == [1, 3]
+    several = rows_of(target, c)
+    several.join([rows_of(target, d)])
+    batch.join([several], free=[1])
     assert batch.count == 4
     found = forward(target, batch, *[MORE] * 4)
     for row, pieces in enumerate([(a, BLOCK), (c,), (e, BLOCK), (d,)]):
@@ -119,7 +122,8 @@ ODD = (PROMPTS[4], PROMPTS[3] * 5)
 def test_rows_with_any_room_join(pair, free):
     target = tiny_target("llama")
     first, second = (Rows.of(filled(target, *pieces), sum(map(len, pieces))) for pieces in pair)
-    [number] = first.join([second], free=free)
+    first.join([second], free=free)
+    number = 0 if free else 1
     first.reserve(700)
     found = forward(target, first, *[BLOCK] * first.count)
     assert_close(found[number : number + 1], alone(target, *pair[1], BLOCK))

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from test_sampling import chi_square_p
+from tiny import read
 
 from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, reject
 from dflash_mlx.sampling import SamplingParams
@@ -28,7 +29,7 @@ def test_every_draft_of_a_block_is_judged(width):
     drafts = mx.random.categorical(mx.log(draft_probs), shape=(runs, width), key=draft_key)
     places = mx.random.categorical(mx.log(target_probs), shape=(runs, width + 1), key=fill_key).tolist()
     for drafted, row, key in zip(drafts, places, mx.random.split(judge_key, runs), strict=True):
-        tokens = reject(drafted, draft_probs, target_probs, key).read().tokens
+        tokens = read(reject(drafted, draft_probs, target_probs, key)).tokens
         row[: len(tokens)] = tokens
     found = Counter(map(tuple, places))
     rows = target_probs.tolist()
@@ -50,4 +51,4 @@ def test_coupled_drafts_from_the_targets_own_logits_are_all_kept(position, token
         drafted = logits[:5, mx.array(token_ids)] if token_ids else logits[:5]
         proposal = strategy.propose(drafted, position, vocabulary)
         outcome = strategy.accept(proposal, logits, position)
-        assert outcome.read().num_accepted == 5
+        assert read(outcome).num_accepted == 5

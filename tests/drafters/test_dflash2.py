@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from test_sampling import CASES, PROMPT, VOCAB, chi_square_p, exact_joint, sample
-from tiny import HIDDEN, SECOND, plain_tokens, tiny_drafter, tiny_target
+from tiny import HIDDEN, SECOND, plain_tokens, read, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, Greedy, Rejection
 from dflash_mlx.decoding.engine import decode
@@ -216,7 +216,7 @@ def test_a_path_by_the_targets_own_logits_is_all_kept_under_a_seed(position):
         strategy = Coupled(SamplingParams(temperature=1.0, seed=seed))
         logits = mx.random.normal((7, 20), key=mx.random.key(seed))
         proposal = path_of(strategy, logits[:6], position=position)
-        assert strategy.accept(proposal, logits, position).read().num_accepted == 6
+        assert read(strategy.accept(proposal, logits, position)).num_accepted == 6
 
 
 @pytest.mark.parametrize("kind", [Rejection, Coupled])
