@@ -19,6 +19,8 @@ News = GenerationResponse | Exception | tuple[int, int]
 # this much later.
 _READING = 1.5
 _SMALLEST_CHUNK = 16
+# Prompts that are read in one pass are filled up to the longest, which may make the pass this much longer.
+_PADDING = 1.25
 
 
 class Answering:
@@ -112,11 +114,13 @@ class Answering:
             return found
         others = [a for a in self._reading if a.drafting == first.drafting and self._fits_together(a)]
         for other in sorted(others, key=lambda answer: abs(answer.unread - first.unread)):
-            longest = max(answer.unread for answer in [*found, other])
-            if len(found) == most or longest * (len(found) + 1) > chunk:
+            lengths = [answer.unread for answer in [*found, other]]
+            fed = max(lengths) * len(lengths)
+            if len(found) == most or fed > chunk:
                 break
-            self._reading.remove(other)
-            found.append(other)
+            if fed <= _PADDING * sum(lengths) + _SMALLEST_CHUNK:
+                self._reading.remove(other)
+                found.append(other)
         return found
 
     def _fits_together(self, answer: Answer) -> bool:

@@ -134,7 +134,8 @@ class GroupWidth:
         chances = np.exp([c.log_probs[:, 0].astype(np.float64) for c in candidates]) * (self._kept / self._promised)
         expected = np.cumprod(np.minimum(chances, 0.995), axis=1).mean(axis=0).cumsum()
         gains = np.concatenate([[0.0], expected])
-        speed = self.pauses.speed or 1.0 / self.costs.round(lanes, 0)
+        # Rounds without drafts are always to be had.
+        speed = max(self.pauses.speed, 1.0 / self.costs.round(lanes, 0))
         values = [1.0 + gain - speed * self.costs.round(lanes, w, drafted=drafted) for w, gain in enumerate(gains)]
         width = int(np.argmax(values))
         self._unused = 0 if width else self._unused + 1
