@@ -1,6 +1,7 @@
-# Both targets set themselves up: they need make and Python 3.10 or newer, and nothing else.
+# The targets set themselves up: they need make and Python 3.10 or newer, and nothing else.
 #   make demo      install into .venv, then answer PROMPT with the demo pair
-#   make test      install into .venv with the tools for development, then check everything
+#   make test      install into .venv with the tools for development, then check everything, in a few minutes
+#   make check     the same with the slow tests, and with other kernels of OpenBLAS: what CI runs
 # Options: PYTHON=/path/to/python3  VENV=folder  PROMPT="..."  PYTEST="options for pytest"
 
 VENV ?= .venv
@@ -8,7 +9,16 @@ PROMPT ?= Write a Python function that checks whether a string is a palindrome, 
 PYTEST ?=
 export VENV PYTHON PROMPT
 
-.PHONY: help demo test setup setup-dev format clean
+# One process of tests a core, but no more than memory allows: each takes up to 1.5 GB. One that is done takes over tests
+# from another.
+run-pytest = "$(VENV)/bin/python" -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+# The tests whose outcome could depend on how products of matrices are rounded: all folders but these. OpenBLAS rounds
+# differently on each kind of processor; any x86-64 processor of today can do as these two kinds do.
+numeric = -m "not slow and not long and not model" $(addprefix --ignore tests/,bench cli hub server)
+KERNELS ?= Haswell Prescott
+
+.PHONY: help demo test check kernels style setup setup-dev format clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -23,13 +33,25 @@ demo: setup
 	@echo "==> dflash-mlx generate \"$$PROMPT\" --pair demo" >&2
 	@"$(VENV)/bin/dflash-mlx" generate "$$PROMPT" --pair demo
 
-test: setup-dev
+style: setup-dev
 	@echo "==> ruff, mypy" >&2
 	@"$(VENV)/bin/ruff" check .
 	@"$(VENV)/bin/ruff" format --check .
 	@sh scripts/typecheck.sh
+
+test: style
 	@echo "==> pytest" >&2
-	@"$(VENV)/bin/python" -m pytest $(PYTEST)
+	@$(run-pytest) $(PYTEST)
+
+check: style kernels
+	@echo "==> pytest, with the slow tests" >&2
+	@$(run-pytest) -m "not long" $(PYTEST)
+
+kernels: setup-dev
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then for kernel in $(KERNELS); do \
+	  echo "==> pytest, the numeric tests with OpenBLAS's kernels for $$kernel" >&2; \
+	  OPENBLAS_CORETYPE=$$kernel $(run-pytest) $(numeric) $(PYTEST) || exit; \
+	done; fi
 
 format: setup-dev
 	@"$(VENV)/bin/ruff" check --fix .

@@ -79,9 +79,10 @@ def both(pair, prompt, params, width=5, *, tree=False):
 
 
 def test_limits_and_counts():
+    pair, perfect = make_pair(), perfect_pair([3, 5])
     for max_tokens in (1, 2, 3, 6, 7, 8, 20):
-        both(make_pair(), [3, 5], SamplingParams(max_tokens=max_tokens), 20, tree=True)
-        answer = both(perfect_pair([3, 5]), [3, 5], SamplingParams(max_tokens=max_tokens))
+        both(pair, [3, 5], SamplingParams(max_tokens=max_tokens), 20, tree=True)
+        answer = both(perfect, [3, 5], SamplingParams(max_tokens=max_tokens))
         acceptance = answer.acceptance
         assert answer.generation_tokens == len(answer.token_ids)
         assert acceptance.tokens + acceptance.single_steps == answer.generation_tokens
@@ -94,10 +95,11 @@ def test_a_stop_string_ends_the_answer_exactly_there():
     prompt = [3, 5]
     truth = plain_tokens(tiny_target("llama"), prompt, 30, {0})
     text = "".join(letter(token) for token in truth if token)
+    pair = perfect_pair(prompt)
     for length in (1, 2, 3):
         for start in range(len(text) - length):
             stop = text[start : start + length]
-            answer = both(perfect_pair(prompt), prompt, SamplingParams(max_tokens=30, stop=(stop,)))
+            answer = both(pair, prompt, SamplingParams(max_tokens=30, stop=(stop,)))
             first = text.index(stop)
             assert answer.text == text[:first]
             assert answer.token_ids == truth[: first + length]

@@ -63,16 +63,22 @@ def target(request):
     return tiny_target(request.param)
 
 
-def make_drafter(kind, target, prompt, rng, block_size):
+def make_drafter(kind, target, prompt, rng, block_size, truth=None):
+    """`truth`: at least 64 tokens of the plain answer, where they are known."""
     base = tiny_drafter(block_size=block_size, seed=rng.randrange(1000), taps=rng.choice([(0, 2), (1,), (0, 1, 3)]))
     if kind == "random":
         return base
-    truth = plain_tokens(target, prompt, 64)
-    script = {len(prompt) + i: token for i, token in enumerate(truth)}
+    script = {len(prompt) + i: token for i, token in enumerate(truth or plain_tokens(target, prompt, 64))}
     if kind == "perfect":
         return ScriptedDrafter(base.config, script)
     wrong = frozenset(at for at in script if rng.random() < rng.choice([0.1, 0.4, 1.0]))
     return ScriptedDrafter(base.config, script, wrong)
+
+
+def cut(tokens, eos_ids):
+    """A plain answer up to and with its first end-of-sequence token."""
+    ends = [i for i, token in enumerate(tokens) if token in eos_ids]
+    return tokens[: ends[0] + 1] if ends else tokens
 
 
 def check_session(session, prompt, tokens):
@@ -92,11 +98,12 @@ def test_equals_plain_decoding(target, part, monkeypatch):
         block_size = rng.randint(2, 16)
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 15, 16, 17, 18, 40]))]
         max_tokens = rng.choice([1, 2, 3, block_size, block_size + 1, rng.randint(1, 40)])
-        drafter = make_drafter(rng.choice(["random", "hostile", "perfect"]), target, prompt, rng, block_size)
-        free = plain_tokens(target, prompt, max_tokens)
+        truth = plain_tokens(target, prompt, 64)
+        drafter = make_drafter(rng.choice(["random", "hostile", "perfect"]), target, prompt, rng, block_size, truth)
+        free = truth[:max_tokens]
         # Half of the cases stop at a token of the answer, so that stops fall on every offset of a block.
         eos_ids = {rng.choice(free)} if rng.random() < 0.5 else set()
-        expected = plain_tokens(target, prompt, max_tokens, eos_ids)
+        expected = cut(free, eos_ids)
         policy = rng.choice([FixedWidth(block_size - 1), RandomWidth(rng, block_size - 1)])
 
         session = Session(target, drafter)

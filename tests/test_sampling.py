@@ -23,7 +23,11 @@ from dflash_mlx.errors import UsageError
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams, sampling_scores
 
-VOCAB, PROMPT, RUNS = 5, [1, 4, 2], 5000
+VOCAB, PROMPT = 5, [1, 4, 2]
+FEW, MANY = 1200, 5000  # answers of a test; the few notice a gross error, and take a quarter of the time
+few_or_many = pytest.mark.parametrize(
+    "runs", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few answers", "many answers"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -111,26 +115,26 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@few_or_many
 @pytest.mark.parametrize("case", [pytest.param(0, marks=pytest.mark.long), 1, 2])
-def test_rejection_sampling_keeps_the_targets_distribution(target, drafter, case):
+def test_rejection_sampling_keeps_the_targets_distribution(target, drafter, case, runs):
     params = CASES[case]
     strategy = Rejection(params, seed=100 + case)
     if case == 0:  # a drafter that knows only some of the tokens
         drafter = DFlashDrafter(replace(drafter.config, draft_token_ids=(0, 2, 3)))
     # In blocks of two drafts the third token comes from a block's last place.
     policy = FixedWidth(2 if case == 1 else 3)
-    counts = sample(target, drafter, params, RUNS, lambda run: strategy, policy)
-    assert chi_square_p(counts, exact_joint(target, params), RUNS) > 1e-3
+    counts = sample(target, drafter, params, runs, lambda run: strategy, policy)
+    assert chi_square_p(counts, exact_joint(target, params), runs) > 1e-3
 
 
-@pytest.mark.slow
-def test_coupled_sampling_keeps_the_targets_distribution(target, drafter):
+@few_or_many
+def test_coupled_sampling_keeps_the_targets_distribution(target, drafter, runs):
     params = SamplingParams(temperature=1.0, top_p=0.95, seed=0)
     counts = sample(
-        target, drafter, params, RUNS, lambda run: Coupled(SamplingParams(temperature=1.0, top_p=0.95, seed=run))
+        target, drafter, params, runs, lambda run: Coupled(SamplingParams(temperature=1.0, top_p=0.95, seed=run))
     )
-    assert chi_square_p(counts, exact_joint(target, params), RUNS) > 1e-3
+    assert chi_square_p(counts, exact_joint(target, params), runs) > 1e-3
 
 
 class SureTrees(FixedWidth):
@@ -146,23 +150,22 @@ class SureTrees(FixedWidth):
         return tree
 
 
-@pytest.mark.slow
+@few_or_many
 @pytest.mark.parametrize("case", [*(pytest.param(case, marks=pytest.mark.long) for case in (0, 1)), 2])
-def test_trees_keep_the_targets_distribution(target, drafter, case):
+def test_trees_keep_the_targets_distribution(target, drafter, case, runs):
     """Without a seed: each answer has noise of its own."""
     params = CASES[case]
     if case == 0:
         drafter = DFlashDrafter(replace(drafter.config, draft_token_ids=(0, 2, 3)))
     policy = SureTrees(1, places=3) if case else FixedWidth(9, places=3)
-    counts = sample(target, drafter, params, RUNS, lambda run: Rejection(params, seed=run), policy)
-    assert chi_square_p(counts, exact_joint(target, params), RUNS) > 1e-3
+    counts = sample(target, drafter, params, runs, lambda run: Rejection(params, seed=run), policy)
+    assert chi_square_p(counts, exact_joint(target, params), runs) > 1e-3
     if case:
         assert {0, 1} < policy.sizes
 
 
-@pytest.mark.slow
 def test_the_test_notices_biased_acceptance(target, drafter, monkeypatch):
-    """Keeping drafts a third too often must fail the same test."""
+    """Keeping drafts a third too often must fail the same test, also with few runs."""
     params = CASES[0]
     honest = accept.reject
 
@@ -171,7 +174,7 @@ def test_the_test_notices_biased_acceptance(target, drafter, monkeypatch):
 
     monkeypatch.setattr(accept, "reject", biased)
     strategy = Rejection(params, seed=7)
-    runs = RUNS // 3
+    runs = FEW
     counts = sample(target, drafter, params, runs, lambda run: strategy)
     assert chi_square_p(counts, exact_joint(target, params), runs) < 1e-6
 

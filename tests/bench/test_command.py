@@ -3,10 +3,11 @@
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from bench.fake import FakePair
+from bench.fake import FakePair, fake_stream
 
 from dflash_mlx.bench import runner
 from dflash_mlx.bench.runner import PromptResult, Run
@@ -47,9 +48,11 @@ def test_json_holds_figures_runs_and_what_made_them(
     assert "[8/8]" in captured.err
 
 
-@pytest.mark.model
-@pytest.mark.usefixtures("loaded")
-def test_a_table_in_a_pipe_is_aligned_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_in_a_pipe_is_aligned_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakePair(lambda prompt, mode: [*range(6)])
+    monkeypatch.setattr(options.ModelChoice, "open", lambda self: fake)
+    monkeypatch.setattr(runner, "run_bench", partial(runner.run_bench, stream=fake_stream, clock=fake.clock))
+    monkeypatch.setattr(runner, "warm_up", lambda *arguments, **options: None)
     assert main(["bench", "--pair", "demo", "--category", "chat", "--max-tokens", "6"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[0] == "prompt"

@@ -102,7 +102,7 @@ def test_a_reader_that_leaves_is_no_error():
     os.close(write)
     os.read(read, 3)
     os.close(read)
-    _, err = running.communicate(timeout=20)
+    _, err = running.communicate(timeout=60)
     assert running.returncode == app.READER_GONE
     assert b"Traceback" not in err
     assert b"Error" not in err

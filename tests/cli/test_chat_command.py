@@ -21,7 +21,7 @@ def piped(text: str, *arguments: str) -> tuple[int, str, str]:
     running = process(
         "chat", "--pair", "fake", *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    out, err = running.communicate(text.encode(), timeout=20)
+    out, err = running.communicate(text.encode(), timeout=60)
     return running.returncode, out.decode(), err.decode()
 
 
@@ -63,9 +63,16 @@ class Person:
     def interrupt(self) -> None:
         """Ctrl-C at the prompt. Python misses one that comes in the moment between the prompt and the wait for keys."""
         time.sleep(0.1)
+        while not self.sleeps():
+            time.sleep(0.01)
         self.type("\x03")
 
-    def wait_for(self, words: str, seconds: float = 10) -> str:
+    def sleeps(self) -> bool:
+        """Whether the process waits for something; True where that cannot be told."""
+        facts = Path(f"/proc/{self.process.pid}/stat")
+        return not facts.exists() or facts.read_text().rpartition(")")[2].split()[0] == "S"
+
+    def wait_for(self, words: str, seconds: float = 60) -> str:
         """What came up to and with `words`, since the last wait."""
         deadline = time.monotonic() + seconds
         while words not in self.seen:
@@ -78,7 +85,7 @@ class Person:
         return found + words
 
     def leaves(self) -> int:
-        code = self.process.wait(timeout=10)
+        code = self.process.wait(timeout=60)
         os.close(self.master)
         return code
 
@@ -167,8 +174,8 @@ def test_no_colour_on_a_terminal_that_does_not_want_it(person):
 
 
 @pytest.mark.model
-def test_the_demo_pair_remembers_the_conversation(monkeypatch):
-    monkeypatch.delenv("DFLASH_MLX_HOME")
+def test_the_demo_pair_remembers_the_conversation(monkeypatch, demo_home):
+    monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))
     running = subprocess.run(
         [sys.executable, "-m", "dflash_mlx.cli.app", "chat", "--pair", "demo", "--max-tokens", "12"],
         input="My name is Ada.\nWhat is my name?\n",

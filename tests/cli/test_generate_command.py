@@ -141,14 +141,14 @@ def test_ctrl_c_ends_with_130_and_a_clean_line():
     running.stdout.read(3)
     time.sleep(0.1)
     running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=20)
+    _, err = running.communicate(timeout=60)
     assert running.returncode == 130
     assert err.decode().splitlines()[-1] == "stopped."
 
 
 @pytest.mark.model
-def test_the_demo_pair_answers_with_and_without_drafts(monkeypatch, run):
-    monkeypatch.delenv("DFLASH_MLX_HOME")
+def test_the_demo_pair_answers_with_and_without_drafts(monkeypatch, demo_home, run):
+    monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))
     answers = []
     for arguments in ([], ["--no-draft"]):
         code, out, _ = run(

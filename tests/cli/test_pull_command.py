@@ -119,7 +119,6 @@ def test_other_folders_come_first(hub: FakeHub, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists() or os.geteuid() != 0, reason="mounts a small disk, as root")
-@pytest.mark.slow
 def test_a_disk_that_is_really_full(hub: FakeHub, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -60,8 +60,10 @@ def test_a_failed_upload_keeps_the_folder(run, tmp_path, monkeypatch):
 
 @pytest.mark.model
 @pytest.mark.long
-def test_killed_at_any_moment_there_is_no_half_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DFLASH_MLX_HOME")  # the demo target that is on this disk already
+def test_killed_at_any_moment_there_is_no_half_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo_home: Path
+) -> None:
+    monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))
     chance = random.Random(1)
     killed = 0
     for attempt in range(3):
@@ -84,8 +86,8 @@ def test_killed_at_any_moment_there_is_no_half_model(tmp_path: Path, monkeypatch
 
 @pytest.mark.model
 @pytest.mark.long
-def test_a_quantized_target_generates_and_finds_its_drafter(run, tmp_path, monkeypatch):
-    monkeypatch.delenv("DFLASH_MLX_HOME")
+def test_a_quantized_target_generates_and_finds_its_drafter(run, tmp_path, monkeypatch, demo_home):
+    monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))
     out = tmp_path / "demo-4bit"
     code, _, err = run("quantize", "demo", "--bits", "4", "--out", str(out))
     assert code == 0, err

@@ -81,8 +81,7 @@ def test_answers_are_what_the_schema_says(pair):
             assert isinstance(json.loads(answer.text), dict)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", [True, False])
+@pytest.mark.parametrize("draft", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sampling_keeps_the_constrained_distribution(draft):
     """Without a seed, drafts that are off course are refused as speculative sampling wants it: the first token's
 

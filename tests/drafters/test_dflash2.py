@@ -121,13 +121,13 @@ def pair():
     return target, tiny_drafter(block_size=4, taps=(0,), vocab_size=VOCAB, **one_layer, **SECOND)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("runs", [RUNS // 4, pytest.param(RUNS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=pytest.mark.long) for case in range(1, len(CASES)))])
-def test_rejection_sampling_keeps_the_targets_distribution(pair, case):
+def test_rejection_sampling_keeps_the_targets_distribution(pair, case, runs):
     params = CASES[case]
     strategy = Rejection(params, seed=40 + case)
-    counts = sample(*pair, params, RUNS, lambda run: strategy)
-    assert chi_square_p(counts, exact_joint(pair[0], params), RUNS) > 1e-3
+    counts = sample(*pair, params, runs, lambda run: strategy)
+    assert chi_square_p(counts, exact_joint(pair[0], params), runs) > 1e-3
 
 
 @pytest.mark.long

@@ -238,12 +238,12 @@ def running(
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     address, port = address_of(listener), listener.getsockname()[1]
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(60)
     found = Running(address, service, worker, port, server)
     try:
         yield found
     finally:
         found.clients.close()
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()

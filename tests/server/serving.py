@@ -9,7 +9,7 @@ from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.server.worker import Job
 
 
-def wait_until(condition, seconds=20.0):
+def wait_until(condition, seconds=60.0):
     deadline = time.perf_counter() + seconds
     while not condition():
         assert time.perf_counter() < deadline, "waited in vain"

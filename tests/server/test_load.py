@@ -4,11 +4,11 @@ import asyncio
 import json
 import resource
 import sys
-import time
 
 import httpx
 import pytest
 from fakes import running
+from serving import wait_until
 from tiny_pair import letter, make_letter_pair
 
 from dflash_mlx.generation import generate
@@ -56,10 +56,11 @@ def client_of(server):
     return httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits)
 
 
-def test_two_hundred_streams_at_once(server, truth):
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_streams_at_once(server, truth, count):
     async def everyone():
         async with client_of(server) as client:
-            return await asyncio.gather(*(stream(client, PROMPTS[i % len(PROMPTS)]) for i in range(200)))
+            return await asyncio.gather(*(stream(client, PROMPTS[i % len(PROMPTS)]) for i in range(count)))
 
     answers = asyncio.run(everyone())
     for i, (text, finish) in enumerate(answers):
@@ -74,10 +75,7 @@ def test_a_client_that_leaves_frees_its_slot_within_a_round(server):
     body = {"prompt": "on and on", "max_tokens": 7000, "stream": True, "logit_bias": {"0": -100}}
     with httpx.Client(base_url=server.url) as client, client.stream("POST", "/v1/completions", json=body) as answer:
         next(line for line in answer.iter_lines() if letter(1) <= line)
-    left_at = time.monotonic()
-    while server.worker.status().active:
-        assert time.monotonic() - left_at < 2
-        time.sleep(0.002)
+    wait_until(lambda: not server.worker.status().active)
     after = server.worker.status().totals
     assert after.finished["cancelled"] == before.finished.get("cancelled", 0) + 1
     assert after.generated_tokens - before.generated_tokens < 3500

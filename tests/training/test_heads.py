@@ -87,9 +87,12 @@ def test_candidates_come_with_the_losses_and_teach_the_head_nothing(blocks):
 
     losses, columns, unary = both(rows)
     logits = target.head(rows)
-    assert mx.allclose(losses, token_losses(target.head, rows, labels, chunk=7)).item()
-    assert mx.allclose(mx.sort(unary, axis=-1), mx.sort(logits, axis=-1)[:, -3:]).item()
-    assert mx.array_equal(mx.take_along_axis(logits, columns, axis=-1), unary).item()
+    ranked = mx.sort(unary, axis=-1)
+    # Products of other shapes round differently, by far less than two candidates of a row differ.
+    assert (ranked[:, 1:] - ranked[:, :-1]).min().item() > 1e-3
+    assert mx.allclose(losses, token_losses(target.head, rows, labels, chunk=7), atol=1e-4).item()
+    assert mx.allclose(ranked, mx.sort(logits, axis=-1)[:, -3:], atol=1e-4).item()
+    assert mx.allclose(mx.take_along_axis(logits, columns, axis=-1), unary, atol=1e-4).item()
 
     with_them = mx.grad(lambda rows: both(rows)[0].sum() + both(rows)[2].sum())(rows)
     alone = mx.grad(lambda rows: token_losses(target.head, rows, labels, chunk=6).sum())(rows)
