@@ -23,10 +23,10 @@ def target(request):
     return family_target(request.param)
 
 
-def filled(target, prompt, *further):
+def filled(target, *pieces):
     """mlx-lm's caches of one answer, fed in pieces."""
     cache = target.make_cache()
-    for tokens in (prompt, *further):
+    for tokens in pieces:
         target.forward(mx.array([tokens]), cache)
     return cache
 
@@ -129,6 +129,17 @@ def test_rows_with_any_room_join(pair, free):
     assert_close(found[number : number + 1], alone(target, *pair[1], BLOCK))
     if not free:
         assert_close(found[:1], alone(target, *pair[0], BLOCK))
+
+
+def test_blank_rows_begin_at_nothing(target):
+    batch = Rows.blank(target.blank_cache(), 2, 30)
+    assert batch.lengths.value.tolist() == [0, 0]
+    assert batch.lengths.capacity == 256
+    found = forward(target, batch, BLOCK, BLOCK[::-1])
+    after = forward(target, batch, MORE, MORE)
+    for row, block in enumerate((BLOCK, BLOCK[::-1])):
+        assert_close(found[row : row + 1], alone(target, block))
+        assert_close(after[row : row + 1], alone(target, block, MORE))
 
 
 def states_of(rows):
