@@ -9,10 +9,10 @@ from serving import answer, collect, job, random_tokens, tokens_of, wait_until
 from test_generation import make_pair
 from tiny_families import family_target, unavailable
 
+from dflash_mlx.answer import Answer
 from dflash_mlx.decoding.fork import can_cut, fork, session_bytes
 from dflash_mlx.generation import generate, stream_generate
 from dflash_mlx.sampling import SamplingParams
-from dflash_mlx.server import worker as worker_module
 from dflash_mlx.server.prefix_cache import PrefixCache
 from dflash_mlx.server.worker import Job, Worker
 
@@ -261,16 +261,15 @@ def test_prompts_of_two_owners_that_arrive_together_are_both_read(serve):
 def test_what_a_failed_answer_leaves_is_not_used_again(pair, serve, monkeypatch):
     """An error may leave caches half changed. One that ended well is kept, as always."""
     worker = serve()
-    real, rounds = worker_module.generate_steps, iter([3])
+    add, left = Answer.add, [2]
 
-    def failing(*args, **options):
-        last = next(rounds, None)
-        for n, step in enumerate(real(*args, **options)):
-            if n == last:
-                raise RuntimeError("the device is out of memory")
-            yield step
+    def failing(self, step):
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("the device is out of memory")
+        return add(self, step)
 
-    monkeypatch.setattr(worker_module, "generate_steps", failing)
+    monkeypatch.setattr(Answer, "add", failing)
     prompt = random_tokens(random.Random(8), 40)
     with pytest.raises(RuntimeError, match="out of memory"):
         answer(worker, job(prompt, 20))
