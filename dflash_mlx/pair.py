@@ -62,6 +62,10 @@ class ModelPair:
         return self.target.context_length
 
     @property
+    def vocab_size(self) -> int:
+        return self.target.vocab_size
+
+    @property
     def eos_ids(self) -> set[int]:
         return set(self.tokenizer.eos_token_ids)
 

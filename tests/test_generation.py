@@ -10,6 +10,8 @@ from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 from dflash_mlx.errors import DownloadError, PromptError, UsageError
 from dflash_mlx.generation import generate, hold_back, stream_generate
 from dflash_mlx.pair import ModelPair, load_pair
+from dflash_mlx.policy.trees_or_chains import PairCosts
+from dflash_mlx.policy.width import RoundCosts
 from dflash_mlx.sampling import SamplingParams
 
 
@@ -205,3 +207,29 @@ def test_load_pair_needs_to_know_what(arguments, message, monkeypatch):
     monkeypatch.setattr("dflash_mlx.hub.resolve._remote_facts", offline)
     with pytest.raises(UsageError, match=message):
         load_pair(**arguments)
+
+
+def test_answers_side_by_side_learn_apart():
+    """What an answer has learnt is its own until it ends; then the next ones begin with it."""
+    pair = make_pair()
+    pair._costs = PairCosts(RoundCosts({0: 1.0, 1: 1.02, 7: 1.05}, {1: 0.01, 7: 0.01}, steep=False))
+
+    def observe(policy, num_accepted):
+        policy.observe(drafted=7, width=7, num_accepted=num_accepted, path=range(8), seconds=None)
+
+    def speeds(policy):
+        return [policy.estimate.expected_tokens(7)[width] for width in (1, 7)]
+
+    experience = pair.new_experience()
+    running = pair.width_policy(experience=experience)
+    for _ in range(60):
+        observe(running, 7)
+    known = speeds(running)
+    for _ in range(3):
+        other = pair.width_policy()
+        observe(other, 0)
+    assert speeds(running) == known
+    assert speeds(pair.width_policy()) != known
+    before = speeds(pair.width_policy())
+    pair.learn(experience)
+    assert speeds(pair.width_policy())[1] > before[1]

@@ -7,7 +7,7 @@ the same constraint. The matcher is llguidance (https://github.com/guidance-ai/l
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -16,9 +16,6 @@ import numpy.typing as npt
 
 from dflash_mlx.drafters.contract import Proposal
 from dflash_mlx.errors import DFlashError, UsageError
-
-if TYPE_CHECKING:
-    from dflash_mlx.pair import ModelPair
 
 # For a token at each row: one bit a token of the vocabulary, (rows, words) of 32.
 Bits = npt.NDArray[np.uint32]
@@ -64,6 +61,19 @@ def mask_rows(rows: mx.array, bits: Bits) -> mx.array:
     spread = (words[:, :, None] >> mx.arange(_WORD, dtype=mx.uint32)) & 1
     allowed = spread.reshape(words.shape[0], -1)[:, : rows.shape[1]]
     return mx.where(allowed.astype(mx.bool_), rows, -mx.inf)
+
+
+class Speaks(Protocol):
+    """What a constraint needs of a pair: which tokens there are."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> set[int]: ...
 
 
 class _GrammarConstraint:
@@ -119,7 +129,7 @@ def _has(row: npt.NDArray[np.uint32], token: int) -> bool:
     return bool(int(row[token // _WORD]) >> (token % _WORD) & 1)
 
 
-def json_constraint(pair: "ModelPair", schema: dict[str, Any] | None) -> Constraint:
+def json_constraint(pair: Speaks, schema: dict[str, Any] | None) -> Constraint:
     """Text that is a JSON value of this schema; of None, any JSON object. UsageError for what llguidance cannot do.
 
     The first constraint of a pair takes about a second, as its tokenizer is read.
@@ -143,7 +153,7 @@ _tokenizers: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 _tokenizers_lock = threading.Lock()
 
 
-def _tokenizer_of(pair: "ModelPair") -> Any:
+def _tokenizer_of(pair: Speaks) -> Any:
     """llguidance's form of a pair's tokenizer, made once."""
     from llguidance.hf import from_tokenizer
 
@@ -151,7 +161,7 @@ def _tokenizer_of(pair: "ModelPair") -> Any:
         if pair.tokenizer not in _tokenizers:
             fast: Any = getattr(pair.tokenizer, "_tokenizer", pair.tokenizer)
             try:
-                made = from_tokenizer(fast, n_vocab=pair.target.vocab_size, eos_token=sorted(pair.eos_ids))
+                made = from_tokenizer(fast, n_vocab=pair.vocab_size, eos_token=sorted(pair.eos_ids))
             except (ValueError, AttributeError) as error:
                 raise UsageError(
                     f"structured output needs a fast tokenizer, and this model's is of another kind: {error}."

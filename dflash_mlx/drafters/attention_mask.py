@@ -17,7 +17,7 @@ class BlockMask:
     count: int = 0
 
     def read(self, rows: mx.array) -> mx.array:
-        """The positions in sight, out of all (B, heads, positions, head_dim)."""
+        """The positions that are seen, out of all (B, heads, positions, head_dim)."""
         if self.first is None:
             return rows
         if rows.shape[0] == 1:

@@ -32,7 +32,7 @@ class DraftConfig:
     """The shape of a DFlash drafter and how it is tied to its target.
 
     `target_layer_ids` are 0-based decoder layers of the target whose *outputs* are the drafter's features.
-    `layer_types` and `is_causal` decide what a query of the block may see (see `sight.look`).
+    `layer_types` and `is_causal` decide what a query of the block may see (see `attention_mask.block_mask`).
     `draft_token_ids`, when not empty, are the only tokens that are drafted: most text needs few of a large vocabulary,
     and the vocabulary head is a large part of a draft's cost. The drafter borrows the target's embedding and head;
     `own_mask_embedding` and `own_head` say that its checkpoint brings a row for the mask token, or a head for the
