@@ -15,6 +15,7 @@ from tiny import FAMILIES, LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_dr
 from dflash_mlx.decoding import engine
 from dflash_mlx.decoding.accept import Coupled, Greedy
 from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.lane import clip
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import BRANCHES, Candidates, DraftTree, grow
 from dflash_mlx.policy.width import FixedWidth
@@ -147,10 +148,10 @@ def test_a_token_beyond_the_limit_ends_nothing(target):
 
 
 def test_a_round_is_cut_at_the_limit_before_an_end_of_sequence():
-    assert engine.clip([1, 2, 9], 2, {9}) == ([1, 2], "length")
-    assert engine.clip([1, 2, 9], 3, {9}) == ([1, 2, 9], "stop")
-    assert engine.clip([1, 9, 2], 3, {9}) == ([1, 9], "stop")
-    assert engine.clip([1, 2], 3, {9}) == ([1, 2], None)
+    assert clip([1, 2, 9], 2, {9}) == ([1, 2], "length")
+    assert clip([1, 2, 9], 3, {9}) == ([1, 2, 9], "stop")
+    assert clip([1, 9, 2], 3, {9}) == ([1, 9], "stop")
+    assert clip([1, 2], 3, {9}) == ([1, 2], None)
 
 
 def test_perfect_drafts_are_all_kept(target):
