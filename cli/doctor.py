@@ -51,9 +51,9 @@ def examine() -> dict[str, Any]:
 
 
 def _backend() -> dict[str, Any]:
-    from dflash_mlx.runtime import backend
+    from dflash_mlx.runtime import MLX_SETTINGS, backend
 
-    return backend().to_json()
+    return {**backend().to_json(), "mlx_settings": {name: os.environ.get(name, "unset") for name in MLX_SETTINGS}}
 
 
 def _speed() -> dict[str, Any]:

@@ -190,12 +190,15 @@ class Engine:
         batch = self._batch
         mx.eval(current.verdict.arrays, plan.drafts.arrays if plan is not None and plan.drafts is not None else [])
         ahead = plan.launched.fed if plan is not None and plan.launched is not None else 0
-        results, self._failed = self._failed, []
-        finished = [lane for lane, _ in results]
+        results: list[Result] = [(lane, error) for lane, error in self._failed if lane in batch.rows]
+        self._failed, finished, report = [], [], []
+        for failed, _ in results:
+            self.leave(failed)
+        if not batch.rows:
+            return results
         kept = [current.fed] * len(current.lanes)
-        report = []
         for row, (lane, reading) in enumerate(zip(current.lanes, current.verdict.outcome.read(), strict=True)):
-            if lane is None or batch.rows[row] is not lane or lane in finished:
+            if lane is None or batch.rows[row] is not lane:
                 continue
             result, kept[row] = self._take(lane, reading, current, row)
             batch.bounds[row] = len(lane.session.tokens) + ahead
@@ -268,9 +271,10 @@ class Engine:
         wanted = max(lane.remaining for lane in batch.lanes) - 1
         chosen = drafts.shortened(wanted)
         if drafts.ranking is not None:
-            candidates = [c.shortened(wanted) for c in candidates_of(drafts.ranking, len(batch.rows))]
+            found = candidates_of(drafts.ranking, len(batch.rows))
+            candidates = [c.shortened(wanted) for c, lane in zip(found, batch.rows, strict=True) if lane is not None]
             if self._lone is None:
-                chosen = drafts.shortened(min(wanted, self._shared.choose(candidates)))
+                chosen = drafts.shortened(min(wanted, self._shared.choose(candidates, rows=len(batch.rows))))
             else:
                 tree = self._lone.policy.choose(candidates[0])
                 if self._branches:

@@ -61,8 +61,8 @@ class GroupPolicy(Protocol):
     def next_width(self, lanes: int) -> int:
         """Places to draft for the next round; called before the outcome of the current one is known."""
 
-    def choose(self, candidates: Sequence[Candidates]) -> int:
-        """How many drafts of each lane to verify, by the candidates of all."""
+    def choose(self, candidates: Sequence[Candidates], *, rows: int) -> int:
+        """How many drafts of each lane to verify, by the candidates of all; as many `rows` are computed."""
 
     def observe(self, report: RoundReport) -> None:
         """What a round brought."""

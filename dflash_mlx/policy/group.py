@@ -35,7 +35,7 @@ class FixedGroup:
     def next_width(self, lanes: int) -> int:
         return self.width
 
-    def choose(self, candidates: Sequence[Candidates]) -> int:
+    def choose(self, candidates: Sequence[Candidates], *, rows: int) -> int:
         return candidates[0].depth
 
     def observe(self, report: RoundReport) -> None:
@@ -129,14 +129,14 @@ class GroupWidth:
             self._width = best
         return self._width
 
-    def choose(self, candidates: Sequence[Candidates]) -> int:
-        lanes, drafted = len(candidates), candidates[0].depth
+    def choose(self, candidates: Sequence[Candidates], *, rows: int) -> int:
+        drafted = candidates[0].depth
         chances = np.exp([c.log_probs[:, 0].astype(np.float64) for c in candidates]) * (self._kept / self._promised)
         expected = np.cumprod(np.minimum(chances, 0.995), axis=1).mean(axis=0).cumsum()
         gains = np.concatenate([[0.0], expected])
         # Rounds without drafts are always to be had.
-        speed = max(self.pauses.speed, 1.0 / self.costs.round(lanes, 0))
-        values = [1.0 + gain - speed * self.costs.round(lanes, w, drafted=drafted) for w, gain in enumerate(gains)]
+        speed = max(self.pauses.speed, 1.0 / self.costs.round(rows, 0))
+        values = [1.0 + gain - speed * self.costs.round(rows, w, drafted=drafted) for w, gain in enumerate(gains)]
         width = int(np.argmax(values))
         self._unused = 0 if width else self._unused + 1
         if width:

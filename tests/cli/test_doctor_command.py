@@ -1,10 +1,12 @@
 """`dflash-mlx doctor`: it reports what it finds, and what is broken makes the exit code 1."""
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
+from dflash_mlx import runtime
 from dflash_mlx.cli import doctor
 
 
@@ -63,3 +65,14 @@ def test_advice_is_not_a_problem(run, monkeypatch, advice):
     assert code == 0
     assert ("faster: install OpenBLAS" in out) == bool(advice)
     assert ("Everything is in order." in out) == (not advice)
+
+
+@pytest.mark.parametrize(("tf32", "said"), [("0", "full precision"), ("1", "answers may differ")])
+def test_on_a_gpu_it_says_how_mlx_is_set_up(run, monkeypatch, tf32, said):
+    gpu = replace(runtime.backend(), kind="cuda")
+    monkeypatch.setattr(runtime, "backend", lambda: gpu)
+    monkeypatch.setenv("MLX_ENABLE_TF32", tf32)
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert said in out
+    assert f"MLX_ENABLE_TF32={tf32}" in out

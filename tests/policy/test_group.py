@@ -47,6 +47,11 @@ def candidates(chances):
     return [Candidates(np.arange(len(c))[:, None], np.log(c)[:, None].astype(np.float32)) for c in chances]
 
 
+def width_by(policy, chances):
+    """What a policy chooses for lanes whose drafts have these chances (lanes, places)."""
+    return policy.choose(candidates(chances), rows=len(chances))
+
+
 def run(policy, costs, text, lanes, rounds, *, seed=0):
     """Let a policy decode; what it reaches in the second half, in the best fixed width's tokens a second.
 
@@ -59,7 +64,7 @@ def run(policy, costs, text, lanes, rounds, *, seed=0):
         chances = np.clip(text(rng, lanes), 1e-3, 0.999)
         drafted = width = policy.next_width(lanes)
         if drafted and policy.reads_confidence:
-            width = policy.choose(candidates(chances[:, :drafted]))
+            width = width_by(policy, chances[:, :drafted])
         kept = [int((rng.random(PLACES) < own).cumprod()[:width].sum()) for own in chances]
         took = costs.round(lanes, width, drafted=drafted)
         policy.observe(
@@ -130,7 +135,7 @@ def test_drafts_that_do_not_pay_are_not_verified_and_then_not_made():
         drafted = policy.next_width(4)
         rested += drafted == 0
         assert policy.reads_confidence
-        width = policy.choose(candidates(np.full((4, drafted), 0.5))) if drafted else 0
+        width = width_by(policy, np.full((4, drafted), 0.5)) if drafted else 0
         assert width == 0
         took = costs.round(4, 0, drafted=drafted)
         policy.observe(RoundReport(4, drafted, 0, [(lane, 0, [0]) for lane in range(4)], took))
@@ -159,9 +164,16 @@ def test_more_lanes_leave_less_room_for_drafts():
     for lanes in (2, 8, 32, 128):
         policy = GroupWidth(bound_by_memory(), PLACES)
         policy.next_width(lanes)
-        chosen.append(policy.choose(candidates(np.full((lanes, PLACES), 0.8))))
+        chosen.append(width_by(policy, np.full((lanes, PLACES), 0.8)))
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[0] > 5 > 2 >= chosen[-1]
+
+
+def test_rows_without_a_lane_cost_and_bring_nothing():
+    policy = GroupWidth(bound_by_memory(), PLACES)
+    policy.next_width(32)
+    few = candidates(np.full((8, PLACES), 0.8))
+    assert policy.choose(few, rows=8) > policy.choose(few, rows=32)
 
 
 def test_it_reads_confidence_where_a_wide_round_costs_more():
@@ -177,12 +189,12 @@ def test_overconfident_drafters_are_corrected():
     policy = GroupWidth(bound_by_memory(), PLACES)
     policy.next_width(8)
     promises = candidates(np.full((8, PLACES), 0.9))
-    before = policy.choose(promises)
+    before = policy.choose(promises, rows=8)
     for _ in range(60):
-        width = policy.choose(promises)
+        width = policy.choose(promises, rows=8)
         kept = [(lane, min(width, lane % 4 == 0), [0]) for lane in range(8)]
         policy.observe(RoundReport(8, PLACES, width, kept, None))
-    assert policy.choose(promises) < before / 2
+    assert policy.choose(promises, rows=8) < before / 2
 
 
 def test_a_round_whose_lanes_have_all_left_teaches_nothing():
@@ -196,4 +208,4 @@ def test_a_fixed_group_is_always_as_wide():
     policy = FixedGroup(3)
     assert not policy.reads_confidence
     assert [policy.next_width(lanes) for lanes in (2, 9)] == [3, 3]
-    assert policy.choose(candidates(np.full((2, 3), 0.01))) == 3
+    assert width_by(policy, np.full((2, 3), 0.01)) == 3
