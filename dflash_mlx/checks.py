@@ -5,7 +5,6 @@ and then both models run on a few tokens; anything off is a PairError that says 
 """
 
 from itertools import pairwise
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -95,17 +94,13 @@ def _check_blocks(
     session = Session(target, drafter)
     session.feed(np.array(prompt[0]).tolist())
     length = prompt.shape[1]
-    caches, at = open_caches(session), mx.array([length])
-
-    def forward(tokens: mx.array, layers: list[Any]) -> tuple[mx.array, None]:
-        return target.forward(tokens, layers), None
-
-    together, _ = caches.feed(forward, block, at=at, room=length + _BLOCK)
+    caches, at, model = open_caches(session), mx.array([length]), target.pass_for(())
+    together, _ = caches.feed(model, block, at=at, room=length + _BLOCK)
     mx.eval(together)
     caches.commit(_BLOCK, [1])
     alone = [together[:, :1]]
     for i in range(1, _BLOCK):
-        logits, _ = caches.feed(forward, block[:, i : i + 1], at=at + i, room=length + _BLOCK)
+        logits, _ = caches.feed(model, block[:, i : i + 1], at=at + i, room=length + _BLOCK)
         caches.commit(1, [1])
         mx.eval(logits)
         alone.append(logits)

@@ -140,6 +140,23 @@ class Rows:
     def count(self) -> int:
         return self.lengths.rows
 
+    def take_arrays(self) -> list[mx.array]:
+        """All keys and values, in the order of the layers; no reference to them stays here."""
+        arrays: list[Any] = [array for leaf in self.attention for array in leaf.state]
+        for leaf in self.attention:
+            del leaf.keys, leaf.values
+        return arrays
+
+    def put_arrays(self, arrays: Sequence[mx.array]) -> None:
+        """Set what `take_arrays` returns."""
+        for leaf, keys, values in zip(self.attention, arrays[::2], arrays[1::2], strict=True):
+            leaf.keys, leaf.values = keys, values
+
+    def without_arrays(self) -> "Rows":
+        """The form of these rows: layers whose arrays are still to be set."""
+        lengths = RowLengths(self.lengths.value, self.lengths.capacity)
+        return Rows([_form(layer, lengths) for layer in self.layers], lengths, [])
+
     def reserve(self, positions: int) -> None:
         """Make room for this many positions in each row: what the host knows that no length can exceed."""
         if positions > self.lengths.capacity:
@@ -217,6 +234,13 @@ def fits(caches: Sequence[Any]) -> bool:
 
 def _kind_fits(leaf: Any) -> bool:
     return type(leaf) in (KVCache, ArraysCache) or (type(leaf) is RotatingKVCache and leaf.keep == 0)
+
+
+def _form(layer: Any, lengths: RowLengths) -> Any:
+    if isinstance(layer, CacheList):
+        return CacheList(*[_form(part, lengths) for part in layer.caches])
+    nothing = mx.array(0)
+    return RowKVCache(nothing, nothing, lengths, layer.window)
 
 
 def _to_row(cache: Any, lengths: RowLengths, length: int) -> Any:

@@ -15,23 +15,11 @@ import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.caches.recurrence import Recorder, Recording
+from dflash_mlx.caches.replay import Pass
 from dflash_mlx.caches.rollback import Rollback
 from dflash_mlx.caches.rows import Rows, fits
-from dflash_mlx.caches.tree_rows import branched, keep_path
+from dflash_mlx.caches.tree_rows import TreeShape, keep_path
 from dflash_mlx.rounding import TOLERANCE, relative_difference
-
-# Runs the model: tokens (B, L) and its caches -> logits (B, L, V) and, where a drafter wants them, features.
-Forward = Callable[[mx.array, list[Any]], tuple[mx.array, mx.array | None]]
-
-
-class TreeShape(Protocol):
-    """The rows of a tree of drafts, the anchor first: how far each is from it, and which rows each one sees."""
-
-    @property
-    def depths(self) -> list[int]: ...
-
-    @property
-    def visible(self) -> np.ndarray: ...
 
 
 class TargetCaches(Protocol):
@@ -39,7 +27,7 @@ class TargetCaches(Protocol):
     commits_on_host: bool
 
     def feed(
-        self, forward: Forward, tokens: mx.array, *, at: mx.array, room: int, tree: TreeShape | None = None
+        self, model: Pass, tokens: mx.array, *, at: mx.array, room: int, tree: TreeShape | None = None
     ) -> tuple[mx.array, mx.array | None]:
         """Run the model over the next tokens (B, L), which follow the positions `at` (B,).
 
@@ -65,29 +53,25 @@ class _Block:
 class BatchCaches:
     """See `TargetCaches`. The model's `layers` are those that hold recurrent parts."""
 
-    def __init__(self, rows: Rows, layers: Sequence[nn.Module], ropes: Sequence[nn.Module]) -> None:
+    def __init__(self, rows: Rows, layers: Sequence[nn.Module]) -> None:
         self.rows = rows
         self.commits_on_host = bool(rows.states)
         self._recorder = Recorder(layers) if rows.states else None
-        self._ropes = ropes
         self._blocks: list[_Block] = []
 
     def feed(
-        self, forward: Forward, tokens: mx.array, *, at: mx.array, room: int, tree: TreeShape | None = None
+        self, model: Pass, tokens: mx.array, *, at: mx.array, room: int, tree: TreeShape | None = None
     ) -> tuple[mx.array, mx.array | None]:
         self.rows.reserve(room)
         self.rows.lengths.value = at
-        if tree is not None:
-            with branched(self._ropes, self.rows, tree.depths, tree.visible):
-                return forward(tokens, self.rows.layers)
         if self._recorder is None:
-            return forward(tokens, self.rows.layers)
+            return model.over(self.rows, tokens, tree)
         block = _Block([list(state.cache) for state in self.rows.states], None)
         self._blocks.append(block)
         if tokens.shape[1] == 1:
-            return forward(tokens, self.rows.layers)
+            return model.over(self.rows, tokens)
         with self._recorder.recording(self.rows.states) as block.recording:
-            return forward(tokens, self.rows.layers)
+            return model.over(self.rows, tokens)
 
     def commit(self, fed: int, kept: Sequence[int], *, path: Sequence[int] | None = None) -> None:
         if path is not None:
@@ -109,16 +93,14 @@ class BatchCaches:
         for state in self.rows.states:
             state.lengths = None
 
-    def read(
-        self, forward: Forward, tokens: mx.array, counts: Sequence[int], *, at: mx.array, room: int
-    ) -> mx.array | None:
+    def read(self, model: Pass, tokens: mx.array, counts: Sequence[int], *, at: mx.array, room: int) -> mx.array | None:
         """Read the first `counts` of each row's tokens (B, L) of prompts; returns features where there are any."""
         assert not self._blocks
         self.rows.reserve(room)
         self.rows.lengths.value = at
         for state in self.rows.states:
             state.lengths = mx.array(list(counts))
-        _, features = forward(tokens, self.rows.layers)
+        _, features = model(tokens, self.rows.layers)
         for state in self.rows.states:
             state.lengths = None
         return features
@@ -162,12 +144,12 @@ class SingleCaches:
         self._fed: list[int] = []
 
     def feed(
-        self, forward: Forward, tokens: mx.array, *, at: mx.array, room: int, tree: TreeShape | None = None
+        self, model: Pass, tokens: mx.array, *, at: mx.array, room: int, tree: TreeShape | None = None
     ) -> tuple[mx.array, mx.array | None]:
         assert tree is None
         count = int(tokens.shape[1])
         with self._rollback.feeding(self.caches, tokens, revocable=count > 1):
-            outputs = forward(tokens, self.caches)
+            outputs = model(tokens, self.caches)
         self._fed.append(count)
         return outputs
 
@@ -194,8 +176,7 @@ def works_with(
     tokens = np.random.default_rng(0).integers(0, vocab_size, (2, 12))
     contexts, block, more, kept = (tokens[:1, :5], tokens[1:, :3]), tokens[:, 5:9], tokens[:, 9:11], (2, 3)
 
-    def forward(tokens: mx.array, caches: list[Any]) -> tuple[mx.array, None]:
-        return model(tokens, cache=caches), None
+    forward = Pass(lambda tokens, caches: (model(tokens, cache=caches), None))
 
     def alone(row: int) -> mx.array:
         caches = make_cache()
@@ -210,7 +191,7 @@ def works_with(
             model(mx.array(context), cache=caches)
             rows.append(Rows.of(caches, context.shape[1]))
         rows[0].join(rows[1:])
-        batch = BatchCaches(rows[0], layers, ())
+        batch = BatchCaches(rows[0], layers)
         at = mx.array([context.shape[1] for context in contexts], dtype=mx.int32)
         logits, _ = batch.feed(forward, mx.array(block), at=at, room=16)
         if not batch.replays(block.shape[1]):

@@ -9,7 +9,7 @@ one forward. Which models compute the same that way is found out by running them
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,13 +21,23 @@ from dflash_mlx.hooks import subclassed
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
 
+class TreeShape(Protocol):
+    """The rows of a tree of drafts, the anchor first: how far each is from it, and which rows each one sees."""
+
+    @property
+    def depths(self) -> list[int]: ...
+
+    @property
+    def visible(self) -> np.ndarray: ...
+
+
 def find_ropes(model: nn.Module) -> list[nn.Module]:
     """Every rotary embedding in a model, whatever its kind is called."""
     return [module for module in model.modules() if "rope" in type(module).__name__.lower()]
 
 
 @contextmanager
-def branched(ropes: Sequence[nn.Module], rows: Rows, depths: list[int], visible: np.ndarray) -> Iterator[None]:
+def branched(ropes: Sequence[nn.Module], rows: Rows, depths: mx.array, visible: mx.array) -> Iterator[None]:
     """For one forward over a tree, (1, N + 1) tokens, the anchor first, of the model with these `find_ropes`.
 
     depths: of each of the tree's rows, (N + 1,), counted from the anchor; visible: which of them each one sees, boolean
@@ -38,10 +48,10 @@ def branched(ropes: Sequence[nn.Module], rows: Rows, depths: list[int], visible:
     lengths = rows.lengths
     # Of each position, which row of the tree it is: below 0 for the context.
     row = mx.arange(lengths.capacity) - lengths.value
-    index = mx.clip(row, 0, len(depths) - 1)
-    own = mx.take(mx.array(visible), index, axis=1)
-    mask = mx.where(row < 0, True, own & (row < len(depths)))
-    own_positions = lengths.value + mx.array(depths, dtype=mx.int32)
+    index = mx.clip(row, 0, depths.size - 1)
+    own = mx.take(visible, index, axis=1)
+    mask = mx.where(row < 0, True, own & (row < depths.size))
+    own_positions = lengths.value + depths
     positions = mx.where(row < 0, mx.arange(lengths.capacity), own_positions[index])
     lengths.tree = own_positions, mask, positions
     try:
@@ -83,7 +93,7 @@ def works_with(model: nn.Module, vocab_size: int, make_cache: Callable[[], list[
     try:
         model(mx.array(context), cache=caches)
         rows = Rows.of(caches, 5)
-        with branched(ropes, rows, [0, 1, 2, 1, 2], visible):
+        with branched(ropes, rows, mx.array([0, 1, 2, 1, 2]), mx.array(visible)):
             found = model(mx.array(block), cache=rows.layers)
         keep_path(rows, 5, path)
         rows.lengths.value = rows.lengths.value + len(path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from dflash_mlx.caches.replay import Pass
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.target_caches import BatchCaches, SingleCaches, TargetCaches
 from dflash_mlx.decoding.lane import Lane
@@ -58,7 +59,7 @@ class Batch:
         fed = block.shape[1]
         self.bounds = [fed + (bound if lane else 0) for lane, bound in zip(self.rows, self.bounds, strict=True)]
         tree = drafts if isinstance(drafts, DraftTree) else None
-        return self.caches.feed(self.run, block, at=self.at, room=max(self.bounds), tree=tree)
+        return self.caches.feed(self.model, block, at=self.at, room=max(self.bounds), tree=tree)
 
     def move_on(self, verdict: Verdict) -> None:
         """Let the next round begin where a round ends; what it keeps need not be known to the host."""
@@ -71,11 +72,10 @@ class Batch:
         if len(self.lanes) < len(self.rows):
             self.at = mx.where(mx.array([lane is not None for lane in self.rows]), self.at, 0)
 
-    def run(self, tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array | None]:
-        """The target over tokens (B, L): logits and, for a drafter, features (B, L, taps * D)."""
-        if self.state is None:
-            return self.target.forward(tokens, caches), None
-        return self.target.forward_tapped(tokens, caches, self.state.taps)
+    @property
+    def model(self) -> Pass:
+        """The target's, with features for the drafter if there is one."""
+        return self.target.pass_for(() if self.state is None else self.state.taps)
 
     def row_of(self, lane: Lane) -> int:
         return self.rows.index(lane)
@@ -152,12 +152,12 @@ class Batch:
         batch = cls(target, drafter)
         counts = [len(prompt) - 1 for prompt in prompts]
         room = max(counts)
-        caches = BatchCaches(Rows.blank(target.blank_cache(), len(prompts), room), target.layers, target.ropes)
+        caches = BatchCaches(Rows.blank(target.blank_cache(), len(prompts), room), target.layers)
         if drafter is not None:
             batch.state = DFlashState.blank(drafter, target, len(prompts), room)
         tokens = mx.array([[*prompt[:-1], *[0] * (room - len(prompt) + 1)] for prompt in prompts], dtype=mx.uint32)
         at = mx.zeros((len(prompts),), dtype=mx.int32)
-        features = caches.read(batch.run, tokens, counts, at=at, room=room)
+        features = caches.read(batch.model, tokens, counts, at=at, room=room)
         held: list[Any] = [leaf.state for leaf in caches.rows.attention]
         if batch.state is not None and features is not None:
             batch.state.extend(features, at, room=room, all_kept=False)
@@ -200,7 +200,7 @@ def open_caches(session: Session) -> TargetCaches:
     if not target.takes_rows():
         return SingleCaches(session.target_cache, session.rollback)
     session.fill_empty()
-    return BatchCaches(Rows.of(session.target_cache, len(session.tokens)), target.layers, target.ropes)
+    return BatchCaches(Rows.of(session.target_cache, len(session.tokens)), target.layers)
 
 
 def _placed(own: mx.array, values: mx.array, rows: Sequence[int]) -> mx.array:

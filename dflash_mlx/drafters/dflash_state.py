@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.contract import Chooser, Draft, DraftVocabulary, Proposal
 from dflash_mlx.drafters.dflash import DFlashDrafter
@@ -22,6 +23,7 @@ class DFlashState:
 
     def __init__(self, drafter: DFlashDrafter, target: Target, rows: Rows) -> None:
         self.drafter, self.target, self.rows = drafter, target, rows
+        self._passes = _Passes.of(drafter, target)
         self.vocabulary = draft_vocabulary(drafter, target)
         self.supports_trees = drafter.supports_trees
         self.taps = drafter.config.target_layer_ids
@@ -56,7 +58,7 @@ class DFlashState:
             features = self._pending[0] if len(self._pending) == 1 else mx.concatenate(self._pending, axis=1)
             self._pending = []
             self.rows.lengths.value = self._pending_at
-            self.drafter.extend_context(features, self.rows.layers)
+            self._passes.absorb(self.rows, features)
 
     def draft(self, anchors: mx.array, at: mx.array, places: int, *, room: int) -> Draft:
         self.absorb()
@@ -64,8 +66,7 @@ class DFlashState:
         self.rows.lengths.value = at
         masks = mx.full((anchors.shape[0], places), self.drafter.config.mask_token_id, dtype=mx.uint32)
         block = mx.concatenate([anchors.astype(mx.uint32)[:, None], masks], axis=1)
-        hidden = self.drafter(self.drafter.embed_block(block, self.target.embed), self.rows)[:, 1:]
-        return Draft(draft_logits(self.drafter, self.target, hidden), hidden)
+        return Draft(*self._passes.draft(self.rows, block))
 
     def propose(self, chooser: Chooser, draft: Draft, row: int, anchor: mx.array, position: mx.array) -> Proposal:
         if not isinstance(self.drafter, DFlash2Drafter):
@@ -96,6 +97,28 @@ class DFlashState:
     def give_back(self, row: int, length: int, caches: list[Any]) -> None:
         self.absorb()
         self.rows.give_back(row, length, caches)
+
+
+class _Passes:
+    """What a drafter computes over rows for a target; replayed where the target's passes are."""
+
+    def __init__(self, drafter: DFlashDrafter, target: Target) -> None:
+        self.drafter, self.target = drafter, target
+        self.absorb, self.draft = (replayed(body, on=target.replays) for body in (self._absorb, self._draft))
+
+    @classmethod
+    def of(cls, drafter: DFlashDrafter, target: Target) -> "_Passes":
+        if id(drafter) not in target.drafting:
+            target.drafting[id(drafter)] = cls(drafter, target)
+        return target.drafting[id(drafter)]
+
+    def _absorb(self, rows: Rows, features: mx.array) -> list[mx.array]:
+        self.drafter.extend_context(features, rows.layers)
+        return []
+
+    def _draft(self, rows: Rows, block: mx.array) -> list[mx.array]:
+        hidden = self.drafter(self.drafter.embed_block(block, self.target.embed), rows)[:, 1:]
+        return [draft_logits(self.drafter, self.target, hidden), hidden]
 
 
 def draft_vocabulary(drafter: DFlashDrafter, target: Target) -> DraftVocabulary | None:

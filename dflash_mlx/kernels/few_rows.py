@@ -1,10 +1,11 @@
-"""Rounds on CUDA with fewer and lighter launches, where that is faster.
+"""Rounds on a GPU with less work for the computer that feeds it, where that is faster.
 
 A round feeds both models 2 to some dozens of rows. On a GPU much faster than the computer that feeds it, a round of a
 small model takes as long as its launches, and MLX's ways for more than one row take more of them than those for one.
-Two kernels take their place: for linear layers (few_rows_linear.py) and for attention (few_rows_attention.py). When a
-pair is loaded, both are measured. On an H200 a round of 15 drafts of the demo pair, in bfloat16, went from 7.1 to 6.1
-ms by the first and to 5.2 ms by the second.
+On CUDA two kernels take their place: for linear layers (few_rows_linear.py) and for attention (few_rows_attention.py).
+And passes can be replayed instead of written down anew each time (`caches.replay`). When a pair is loaded, all are
+measured. On an H200 a round of 15 drafts of the demo pair, in bfloat16, went from 7.1 to 6.1 ms by the first and to 5.2
+ms by the second.
 
 As with `targets.taps`, layer *instances* get a subclass of their own class; classes and parameter trees stay as they
 are.
@@ -22,6 +23,7 @@ from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.kernels.few_rows_attention import attention_layers, kernel_works, set_attention
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, set_few_rows
+from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target, activation_dtype
 
@@ -36,32 +38,61 @@ _ROUND = 16
 
 
 def use_where_faster(target: Target, drafter: DFlashDrafter | None) -> None:
-    """Use the kernels in both models where they are faster on this machine.
+    """Have both models compute a round's rows in the ways that are fastest on this machine, a GPU.
 
-    Only on CUDA: a Mac's GPU and a CPU have no such cost to avoid.
+    The kernels are for CUDA only: a Mac's GPU has no such cost to avoid, and a CPU neither that nor Python's.
     """
-    if backend().kind != "cuda":
+    kind = backend().kind
+    if kind == "cpu":
         return
+    if kind == "cuda":
+        _choose_attention(target, drafter)
+    if target.takes_rows():
+        _choose_replays(target, drafter)
+    if kind == "cuda" and drafter is not None:
+        _choose_products(target, drafter)
+
+
+def _choose_attention(target: Target, drafter: DFlashDrafter | None) -> None:
     models: list[nn.Module] = [target.model, *([drafter] if drafter is not None else [])]
-    attention = [layer for model in models for layer in attention_layers(model)]
+    layers = [layer for model in models for layer in attention_layers(model)]
     head_dims = {target.head_dim, drafter.config.head_dim if drafter is not None else None}
     dtype = drafter.dtype if drafter is not None else activation_dtype(target.model)
 
-    def switch_attention(on: bool) -> None:
-        set_attention(attention, kernel=on)
+    def switch(on: bool) -> None:
+        set_attention(layers, kernel=on)
 
     if all(kernel_works(dtype, head_dim) for head_dim in head_dims if head_dim):
-        rows = _ROUND if drafter is not None else 1
-        switch_attention(_is_faster(*_compare(target, drafter, rows, switch_attention)))
-    if drafter is None:
-        return
+        switch(_is_faster(*_compare(target, drafter, _rows(drafter), switch)))
 
+
+def _choose_replays(target: Target, drafter: DFlashDrafter | None) -> None:
+    rows, logits = _rows(drafter), []
+    try:
+        for on in (False, True):
+            target.set_replays(on)
+            logits.append(_round(target, drafter, rows)[1])
+        right = relative_difference(logits[1], logits[0]) <= TOLERANCE[logits[0].dtype]
+    except (RuntimeError, ValueError):  # no compiler, or a model that asks the host
+        right = False
+    target.set_replays(right and _is_faster(*_compare(target, drafter, rows, target.set_replays)))
+
+
+def _choose_products(target: Target, drafter: DFlashDrafter) -> None:
     layers = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
 
-    def compare_products(rows: int) -> tuple[float, float]:
-        return _compare(target, drafter, rows, lambda on: set_few_rows(layers, rows if on else 0))
+    def compare(rows: int) -> tuple[float, float]:
+        return _compare(target, drafter, rows, lambda on: switch(rows if on else 0))
 
-    set_few_rows(layers, most_rows(compare_products) if layers else 0)
+    def switch(most: int) -> None:
+        set_few_rows(layers, most)
+        target.set_replays(target.replays)
+
+    switch(most_rows(compare) if layers else 0)
+
+
+def _rows(drafter: DFlashDrafter | None) -> int:
+    return _ROUND if drafter is not None else 1
 
 
 def most_rows(compare: Callable[[int], tuple[float, float]]) -> int:
@@ -95,21 +126,27 @@ def _compare(
 
 
 def _seconds(target: Target, drafter: DFlashDrafter | None, rows: int) -> float:
-    """A forward of the target and a draft, over new caches like those of a round."""
+    """Of a forward of the target and a draft, the second time: what is compiled or recorded at first does not count."""
+    _round(target, drafter, rows)
+    return _round(target, drafter, rows)[0]
+
+
+def _round(target: Target, drafter: DFlashDrafter | None, rows: int) -> tuple[float, mx.array]:
+    """A forward of the target and a draft, over new caches like those of a round: seconds, and the target's logits."""
     tokens = mx.arange(rows)[None] % target.vocab_size
+    at, after, room = mx.array([1]), mx.array([1 + rows]), 1 + 2 * rows
+    model = target.pass_for(drafter.config.target_layer_ids if drafter is not None else ())
     caches = target.make_cache()
     mx.eval(target.forward(tokens[:, :1], caches))
-    if target.takes_rows():
-        held = Rows.of(caches, 1)
-        held.reserve(1 + rows)
-        caches = held.layers
-    if drafter is None:
-        started = time.perf_counter()
-        mx.eval(target.forward(tokens, caches))
-        return time.perf_counter() - started
-    state = DFlashState.of(drafter, target, drafter.make_cache(), 0)
+    held = Rows.of(caches, 1) if target.takes_rows() else None
+    if held is not None:
+        held.reserve(room)
+    state = DFlashState.of(drafter, target, drafter.make_cache(), 0) if drafter is not None else None
     started = time.perf_counter()
-    logits, features = target.forward_tapped(tokens, caches, drafter.config.target_layer_ids)
-    state.extend(features, mx.array([0]), room=rows, all_kept=True)
-    mx.eval(logits, state.draft(tokens[:, 0], mx.array([rows]), rows - 1, room=2 * rows).hidden)
-    return time.perf_counter() - started
+    logits, features = model(tokens, caches) if held is None else model.over(held, tokens)
+    if state is None or features is None:
+        mx.eval(logits)
+    else:
+        state.extend(features, at, room=room, all_kept=True)
+        mx.eval(logits, state.draft(tokens[:, 0], after, rows - 1, room=room).hidden)
+    return time.perf_counter() - started, logits

@@ -92,7 +92,7 @@ def _verify(batch: Batch, rows: int) -> None:
     assert batch.caches is not None
     lanes = len(batch.rows)
     block = mx.full((lanes, rows), 1, dtype=mx.uint32)
-    logits, features = batch.caches.feed(batch.run, block, at=batch.at, room=_PROMPT_TOKENS + max(_ROWS))
+    logits, features = batch.caches.feed(batch.model, block, at=batch.at, room=_PROMPT_TOKENS + max(_ROWS))
     batch.caches.commit(rows, [1] * lanes)
     mx.eval(mx.argmax(logits, axis=-1), features)
 

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from dflash_mlx.caches import target_caches, tree_rows
+from dflash_mlx.caches.replay import Pass
 from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.errors import CheckpointError, PairError
 from dflash_mlx.targets.taps import tapped
@@ -53,6 +54,10 @@ class Target:
     head_module: nn.Module
     final_norm: Callable[[mx.array], mx.array] | None
     _heads: dict[tuple[int, ...], Callable[[mx.array], mx.array]] = field(default_factory=dict)
+    _passes: dict[tuple[int, ...], Pass] = field(default_factory=dict)
+    replays: bool = False
+    # What drafters compute for this target, by the drafter's id.
+    drafting: dict[int, Any] = field(default_factory=dict)
     _rows: bool | None = None
     _trees: bool | None = None
 
@@ -104,6 +109,26 @@ class Target:
         with tapped(self.layers, layer_ids) as outputs:
             logits = self.model(tokens, cache=cache)
         return logits, mx.concatenate([self._stream(outputs[i]) for i in layer_ids], axis=-1)
+
+    def pass_for(self, layer_ids: Sequence[int]) -> Pass:
+        """The model's pass in a batch: logits, and the features of these layers unless there are none."""
+        key = tuple(layer_ids)
+        if key not in self._passes:
+
+            def run(tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array | None]:
+                return self.forward_tapped(tokens, caches, key) if key else (self.forward(tokens, caches), None)
+
+            self._passes[key] = Pass(run, ropes=self.ropes, replays=self.replays)
+        return self._passes[key]
+
+    def set_replays(self, on: bool) -> None:
+        """Let passes in a batch, and drafts for it, be replayed (`caches.replay`), or no longer.
+
+        What was recorded is forgotten; so this is to be called, too, when the model's layers compute in another way.
+        """
+        self.replays = on
+        self._passes.clear()
+        self.drafting.clear()
 
     def _stream(self, output: mx.array) -> mx.array:
         """The residual stream (1, L, D) in a layer's output; gemma3n's carries several, (streams, 1, L, D)."""

@@ -31,10 +31,7 @@ def session_with(target, prompt):
 
 
 def feed(target, caches, *blocks, at):
-    def forward(tokens, layers):
-        return target.forward(tokens, layers), None
-
-    return caches.feed(forward, mx.array(blocks), at=mx.array(at), room=64)[0]
+    return caches.feed(target.pass_for(()), mx.array(blocks), at=mx.array(at), room=64)[0]
 
 
 def alone(target, *pieces):

@@ -49,7 +49,7 @@ def rows_of(cache, length):
 
 
 def forward_tree(target, rows):
-    with branched(target.ropes, rows, DEPTHS, VISIBLE):
+    with branched(target.ropes, rows, mx.array(DEPTHS), mx.array(VISIBLE)):
         return target.forward(mx.array([TOKENS]), rows.layers)
 
 
@@ -94,10 +94,10 @@ def test_nothing_stays_behind_even_after_an_error(target):
     kinds = [type(module) for module in target.model.modules()]
     names = target.parameter_names()
     rows = rows_of(filled(target), len(CONTEXT))
-    with branched(target.ropes, rows, DEPTHS, VISIBLE):
+    with branched(target.ropes, rows, mx.array(DEPTHS), mx.array(VISIBLE)):
         assert target.parameter_names() == names
         assert rows.layers[0].offset.tolist() == [30 + depth for depth in DEPTHS]
-    with pytest.raises(ValueError, match="broken"), branched(target.ropes, rows, DEPTHS, VISIBLE):
+    with pytest.raises(ValueError, match="broken"), branched(target.ropes, rows, mx.array(DEPTHS), mx.array(VISIBLE)):
         raise ValueError("broken")
     assert rows.layers[0].offset.tolist() == [30]
     assert [type(module) for module in target.model.modules()] == kinds
@@ -108,7 +108,7 @@ def test_a_window_counts_positions():
     """Of rows at depths 0, 1, 1 after 4 positions, with a window of 3: the two siblings see as far back."""
     visible = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=bool)
     rows = rows_of([zeros(4)], 4)
-    with branched([], rows, [0, 1, 1], visible):
+    with branched([], rows, mx.array([0, 1, 1]), mx.array(visible)):
         mask = rows.layers[0].make_mask(3, window_size=3)
     seen = [[i for i, sees in enumerate(row) if sees] for row in mask[0, 0].tolist()]
     assert seen == [[2, 3, 4], [3, 4, 5], [3, 4, 6]]
@@ -119,7 +119,7 @@ def test_a_window_counts_positions_within_a_tree_that_is_deeper():
     visible = np.eye(5, dtype=bool)
     visible[:, 0] = visible[3, 2] = visible[4, 2] = visible[4, 3] = True
     rows = rows_of([zeros(4)], 4)
-    with branched([], rows, [0, 1, 1, 2, 3], visible):
+    with branched([], rows, mx.array([0, 1, 1, 2, 3]), mx.array(visible)):
         mask = rows.layers[0].make_mask(5, window_size=2)
     seen = [[i for i, sees in enumerate(row) if sees] for row in mask[0, 0].tolist()]
     assert seen == [[3, 4], [4, 5], [4, 6], [6, 7], [7, 8]]
@@ -150,7 +150,7 @@ def test_every_rotary_embedding_takes_a_position_for_each_row(rope):
     layer = nn.Module()
     layer.rope = rope
     rows = rows_of([zeros(30)], 30)
-    with branched(find_ropes(layer), rows, DEPTHS, VISIBLE):
+    with branched(find_ropes(layer), rows, mx.array(DEPTHS), mx.array(VISIBLE)):
         found = rope(x, offset=rows.layers[0].offset)
         assert mx.allclose(rope(x, offset=3), type(rope).__mro__[1].__call__(rope, x, offset=3)).item()
     assert mx.allclose(found, mx.concatenate(expected, axis=2), atol=1e-5).item()

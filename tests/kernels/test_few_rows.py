@@ -113,9 +113,33 @@ def test_the_measurement_runs_and_leaves_things_as_they_were():
     assert switched[-1] is False
 
 
-@pytest.mark.parametrize("kind", ["cpu", "metal"])
-def test_nothing_is_measured_elsewhere(kind, monkeypatch):
+@pytest.mark.parametrize("kind", ["cuda", "metal"])
+@pytest.mark.parametrize("faster", [False, True])
+def test_passes_are_replayed_where_that_is_faster(kind, faster, pair, monkeypatch):
+    target, drafter, _, _ = pair
     monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind=kind))
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * (faster and target.replays))
+    use_where_faster(target, drafter)
+    assert target.replays == faster
+
+
+def test_passes_that_cannot_be_replayed_are_not(pair, monkeypatch):
+    """A model that asks for a number in passing cannot be recorded."""
+    target, drafter, _, _ = pair
+    forward = type(target).forward_tapped
+
+    def asks(self, tokens, cache, layer_ids):
+        tokens.tolist()
+        return forward(self, tokens, cache, layer_ids)
+
+    monkeypatch.setattr(type(target), "forward_tapped", asks)
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * target.replays)
+    use_where_faster(target, drafter)
+    assert not target.replays
+
+
+def test_nothing_is_measured_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind="cpu"))
     monkeypatch.setattr(few_rows, "_seconds", lambda *_: pytest.fail("measured"))
     target, drafter = tiny_target("llama"), tiny_drafter()
     use_where_faster(target, drafter)
