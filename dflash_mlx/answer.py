@@ -223,6 +223,8 @@ def hold_back(text: str, stop: Sequence[str]) -> tuple[tuple[str, str], bool]:
 
     When a stop string is complete, `shown` ends before its first occurrence, nothing is held and stopped is true.
     """
+    if not stop:
+        return (text, ""), False
     found = [at for at in (text.find(s) for s in stop) if at >= 0]
     if found:
         return (text[: min(found)], ""), True

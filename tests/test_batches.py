@@ -43,7 +43,8 @@ class RandomGroup:
     def next_width(self, lanes: int) -> int:
         return self.rng.choice([0, 1, WIDTH, self.rng.randint(0, WIDTH)])
 
-    def choose(self, candidates) -> int:
+    def choose(self, candidates, *, rows) -> int:
+        assert 0 < len(candidates) <= rows
         assert len({c.depth for c in candidates}) == 1
         return self.rng.randint(0, candidates[0].depth)
 

@@ -47,10 +47,9 @@ def use_where_faster(target: Target, drafter: DFlashDrafter | None) -> None:
         return
     if kind == "cuda":
         _choose_attention(target, drafter)
+        _choose_products(target, drafter)
     if target.takes_rows():
         _choose_replays(target, drafter)
-    if kind == "cuda" and drafter is not None:
-        _choose_products(target, drafter)
 
 
 def _choose_attention(target: Target, drafter: DFlashDrafter | None) -> None:
@@ -78,17 +77,15 @@ def _choose_replays(target: Target, drafter: DFlashDrafter | None) -> None:
     target.set_replays(right and _is_faster(*_compare(target, drafter, rows, target.set_replays)))
 
 
-def _choose_products(target: Target, drafter: DFlashDrafter) -> None:
+def _choose_products(target: Target, drafter: DFlashDrafter | None) -> None:
+    if drafter is None:
+        return
     layers = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
 
     def compare(rows: int) -> tuple[float, float]:
-        return _compare(target, drafter, rows, lambda on: switch(rows if on else 0))
+        return _compare(target, drafter, rows, lambda on: set_few_rows(layers, rows if on else 0))
 
-    def switch(most: int) -> None:
-        set_few_rows(layers, most)
-        target.set_replays(target.replays)
-
-    switch(most_rows(compare) if layers else 0)
+    set_few_rows(layers, most_rows(compare) if layers else 0)
 
 
 def _rows(drafter: DFlashDrafter | None) -> int:

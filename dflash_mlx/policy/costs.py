@@ -19,7 +19,7 @@ from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.policy.width import STEEP, FixedWidth, RoundCosts
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 8
+_SCHEMA = 9
 _PROMPT_TOKENS = 64
 # Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and `_SECONDS_A_WIDTH`.
 _WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 40
@@ -40,7 +40,7 @@ def load_or_measure(
     report: Callable[[str, float | None], None] | None = None,
 ) -> PairCosts:
     """The costs of a round, from disk when this pair was measured on this machine before."""
-    name = f"round-costs/{fingerprint(folders, _SCHEMA, block_size, dtype)}"
+    name = f"round-costs/{fingerprint(folders, _SCHEMA, block_size, dtype, target.replays)}"
     try:
         stored = read_json(name)
         return PairCosts(_from_json(stored["chains"]), _from_json(stored["trees"]) if stored["trees"] else None)

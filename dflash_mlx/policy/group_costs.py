@@ -17,7 +17,7 @@ from dflash_mlx.policy.stored import fingerprint, read_stored, store
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 1
+_SCHEMA = 2
 _PROMPT_TOKENS = 64
 _TIMED, _SECONDS_A_POINT = 5, 0.25
 # Where a pass of single rows takes this long, measuring stops after about so many seconds; the rest is interpolated.
@@ -37,7 +37,7 @@ def load_or_measure_group(
     report: Callable[[str, float | None], None] | None = None,
 ) -> GroupCosts:
     """The costs of shared rounds, from disk when this pair was measured on this machine before."""
-    name = f"group-costs/{fingerprint(folders, _SCHEMA, places, most_lanes, dtype)}"
+    name = f"group-costs/{fingerprint(folders, _SCHEMA, places, most_lanes, dtype, target.replays)}"
     tables = read_stored(name, ("plain", "verify", "draft"))
     if tables is None:
         if report is not None:

@@ -9,6 +9,7 @@ from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import Engine, decode, prefill
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
+from dflash_mlx.drafters import dflash_state
 from dflash_mlx.policy.group import FixedGroup
 from dflash_mlx.policy.width import FixedWidth
 
@@ -47,9 +48,13 @@ def run(target, drafter, prompts, max_tokens, width):
     return list(steps.values())
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_rounds_are_launched_ahead_and_are_the_same_rounds(target, lanes, monkeypatch):
+@pytest.mark.parametrize(("lanes", "replays"), [(1, False), (3, False), (3, True)])
+def test_rounds_are_launched_ahead_and_are_the_same_rounds(target, lanes, replays, monkeypatch, request):
     """Over more than one growth of the buffers, with drafts of which some are wrong."""
+    request.addfinalizer(lambda: target.set_replays(False))
+    target.set_replays(replays)
+    # The drafter that knows the text reads it on the host.
+    monkeypatch.setattr(dflash_state, "replayed", lambda body, on: body)
     prompt = [3, 1, 4]
     text = prompt + plain_tokens(target, prompt, 400)
     script, wrong = dict(enumerate(text)), frozenset(range(5, 400, 9))
@@ -117,12 +122,14 @@ def test_rejected_drafts_take_no_room(lanes):
         assert {cache.keys.shape[2] for cache in caches} == {256}
 
 
+@pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_a_round_copies_no_buffer(lanes):
+def test_a_round_copies_no_buffer(lanes, replays):
     """Rows are written in place: beside the models, rounds of long contexts hold the buffers and little else."""
     target, drafter = tiny_target("qwen3", head_dim=64), tiny_drafter(head_dim=64)
     mx.eval(drafter.parameters())
     assert target.takes_rows()
+    target.set_replays(replays)
     models = mx.get_active_memory()
     engine = Engine(target, drafter, policy=FixedGroup(2))
     for length in (2000, 1500, 1900)[:lanes]:
