@@ -23,13 +23,14 @@ from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.kernels.few_rows_attention import attention_layers, kernel_works, set_attention
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, set_few_rows
+from dflash_mlx.kernels.few_rows_linear import kernel_works as product_works
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target, activation_dtype
 
 # Numbers of rows that the linear kernel is tried with, rising; the last at which it was faster is the most that it is
 # used for.
-ROWS = (4, 8, 16, 32, 64)
+ROWS = (4, 8, 16, 32, 64, 128, 256, 512)
 # A kernel must be this much faster to be used: less would be noise.
 _GAIN = 0.05
 _TIMED = 5
@@ -81,11 +82,13 @@ def _choose_products(target: Target, drafter: DFlashDrafter | None) -> None:
     if drafter is None:
         return
     layers = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
+    if not layers or not product_works(drafter.dtype):
+        return
 
     def compare(rows: int) -> tuple[float, float]:
         return _compare(target, drafter, rows, lambda on: set_few_rows(layers, rows if on else 0))
 
-    set_few_rows(layers, most_rows(compare) if layers else 0)
+    set_few_rows(layers, most_rows(compare))
 
 
 def _rows(drafter: DFlashDrafter | None) -> int:
@@ -129,21 +132,22 @@ def _seconds(target: Target, drafter: DFlashDrafter | None, rows: int) -> float:
 
 
 def _round(target: Target, drafter: DFlashDrafter | None, rows: int) -> tuple[float, mx.array]:
-    """A forward of the target and a draft, over new caches like those of a round: seconds, and the target's logits."""
-    tokens = mx.arange(rows)[None] % target.vocab_size
-    at, after, room = mx.array([1]), mx.array([1 + rows]), 1 + 2 * rows
+    """A forward of the target and a draft, over new caches like those of a round: seconds, and the target's logits.
+
+    So many rows in all, of as many answers as there are then, where the target takes several at once.
+    """
+    lanes = max(1, rows // _ROUND) if target.takes_rows() else 1
+    block = rows // lanes
+    tokens = mx.arange(rows).reshape(lanes, block) % target.vocab_size
+    at, room = mx.zeros((lanes,), dtype=mx.int32), 2 * block
     model = target.pass_for(drafter.config.target_layer_ids if drafter is not None else ())
-    caches = target.make_cache()
-    mx.eval(target.forward(tokens[:, :1], caches))
-    held = Rows.of(caches, 1) if target.takes_rows() else None
-    if held is not None:
-        held.reserve(room)
-    state = DFlashState.of(drafter, target, drafter.make_cache(), 0) if drafter is not None else None
+    held = Rows.blank(target.blank_cache(), lanes, room) if target.takes_rows() else None
+    state = DFlashState.blank(drafter, target, lanes, room) if drafter is not None else None
     started = time.perf_counter()
-    logits, features = model(tokens, caches) if held is None else model.over(held, tokens)
+    logits, features = model(tokens, target.make_cache()) if held is None else model.over(held, tokens)
     if state is None or features is None:
         mx.eval(logits)
     else:
         state.extend(features, at, room=room, all_kept=True)
-        mx.eval(logits, state.draft(tokens[:, 0], after, rows - 1, room=room).hidden)
+        mx.eval(logits, state.draft(tokens[:, 0], at + block, block - 1, room=room).hidden)
     return time.perf_counter() - started, logits

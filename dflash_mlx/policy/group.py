@@ -21,7 +21,7 @@ from dflash_mlx.policy.width import FADE, HYSTERESIS, AcceptanceEstimate
 # host has much to do for many lanes, and then does it while the device is idle.
 _STEEP = 2.0
 _STEADY_WIDTHS = (1, 3, 7, 15)
-# After so many rounds whose drafts were not worth verifying, so many are made without drafting; more each time.
+# After so many rounds whose drafts were not worth it, so many are made without drafting; more each time.
 _MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 16, 256
 
 
@@ -106,7 +106,7 @@ class GroupWidth:
         # Kept drafts, and what the confidence promised, of the drafts judged so far, by lane.
         self._kept = self._promised = 20.0
         self._expected = 0.0
-        # Rounds in a row that verified none of their drafts, rounds left without drafting, and how many the next time.
+        # Rounds in a row whose drafts were not worth it, rounds left without drafting, and how many the next time.
         self._unused, self._rest, self._next_rest = 0, 0, _FIRST_REST
 
     @property
@@ -127,6 +127,7 @@ class GroupWidth:
         best = max(speeds, key=lambda width: speeds[width])
         if self._width not in speeds or speeds[best] > HYSTERESIS * speeds[self._width]:
             self._width = best
+        self._count_unused(speeds[best] * self.costs.round(lanes, 0) > 1.0)
         return self._width
 
     def choose(self, candidates: Sequence[Candidates], *, rows: int) -> int:
@@ -138,11 +139,7 @@ class GroupWidth:
         speed = max(self.pauses.speed, 1.0 / self.costs.round(rows, 0))
         values = [1.0 + gain - speed * self.costs.round(rows, w, drafted=drafted) for w, gain in enumerate(gains)]
         width = int(np.argmax(values))
-        self._unused = 0 if width else self._unused + 1
-        if width:
-            self._next_rest = _FIRST_REST
-        elif self._unused >= _MOST_UNUSED:
-            self._unused, self._rest, self._next_rest = 0, self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+        self._count_unused(width > 0)
         self._depths.append(width)
         self._expected = float(gains[width]) * self._promised / self._kept
         return width
@@ -163,6 +160,14 @@ class GroupWidth:
         self._expected = 0.0
         seconds = self.costs.round(report.rows, report.width, drafted=report.drafted)
         self.pauses.observe(mean + 1, seconds, self.costs.round(report.rows, 0))
+
+    def _count_unused(self, pays: bool) -> None:
+        """Rest from drafting after some rounds in a row of which none was worth it."""
+        self._unused = 0 if pays else self._unused + 1
+        if pays:
+            self._next_rest = _FIRST_REST
+        elif self._unused >= _MOST_UNUSED:
+            self._unused, self._rest, self._next_rest = 0, self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
 
     def _speeds(self, lanes: int) -> dict[int, float]:
         """Expected tokens a second of a lane, by width. Few widths, since a GPU may compile anew for each."""

@@ -26,13 +26,15 @@ class CudaKernel:
     """Takes what `mx.fast.cuda_kernel` takes; inputs may also be numpy arrays, of any strides."""
 
     def __init__(self, folder, *, name, input_names, output_names, source, ensure_row_contiguous):
-        assert not ensure_row_contiguous
+        self.contiguous = ensure_row_contiguous
         self.folder, self.name, self.source = folder, name, source
         self.input_names, self.output_names = input_names, output_names
 
     def __call__(self, *, inputs, template, grid, threadgroup, output_shapes, output_dtypes):
         dtypes = [TYPES[mx.array(a.flat[:1]).dtype if isinstance(a, np.ndarray) else a.dtype] for a in inputs]
         arrays = [a if isinstance(a, np.ndarray) else to_numpy(a) for a in inputs]
+        if self.contiguous:
+            arrays = [np.ascontiguousarray(a) for a in arrays]
         outputs = [np.zeros(shape, storage(dtype)) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
         run = self._compile(dtypes, [TYPES[dtype] for dtype in output_dtypes], template)
         data = (ctypes.c_void_p * 16)(*[a.ctypes.data for a in [*arrays, *outputs]])

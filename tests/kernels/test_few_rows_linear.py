@@ -2,12 +2,15 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
+from kernels.cuda_on_cpu import CudaKernel, needs_compiler
 from tiny import FAMILIES, SECOND, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.kernels import few_rows_linear
-from dflash_mlx.kernels.few_rows_linear import FewRowsLinear, fitting_layers, set_few_rows
+from dflash_mlx.kernels.few_rows_linear import FewRowsLinear, fitting_layers, multiply, set_few_rows
 from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.rounding import relative_difference
 
 MOST = 5
 
@@ -19,18 +22,50 @@ def linear(*, bias, dtype=mx.float32):
 
 
 @pytest.fixture
-def used(monkeypatch):
-    """The rows of each product that went through the kernel."""
-    rows, gather_mm = [], mx.gather_mm
+def used(monkeypatch, tmp_path_factory):
+    """Has the kernel run on the CPU; the rows of each product that went through it."""
+    folder = tmp_path_factory.getbasetemp() / "kernels"
+    folder.mkdir(exist_ok=True)
+    rows = []
 
-    def counting(x, *others):
-        rows.append(x.shape[0])
-        return gather_mm(x, *others)
+    def make(**options):
+        kernel = CudaKernel(folder, **options)
 
-    monkeypatch.setattr(mx, "gather_mm", counting)
-    return rows
+        def launch(**call):
+            x, weight = call["inputs"]
+            rows.append(x.size // weight.shape[1])
+            return kernel(**call)
+
+        return launch
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", make)
+    few_rows_linear._kernel.cache_clear()
+    yield rows
+    few_rows_linear._kernel.cache_clear()
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(2, 16, 32), (16, 24, 128), (17, 3, 160), (40, 35, 416)])
+def test_the_kernel_multiplies(rows, columns, depth, dtype, used):
+    """Numbers of rows, columns and of numbers that are added that fill blocks, and that do not."""
+    rng = np.random.default_rng(rows)
+    x, weight = (mx.array(rng.standard_normal((n, depth), dtype=np.float32)).astype(dtype) for n in (rows, columns))
+    found, expected = multiply(x, weight), x.astype(mx.float32) @ weight.astype(mx.float32).T
+    assert found.dtype == dtype
+    assert relative_difference(found, expected) < (1e-6 if dtype == mx.float32 else 4e-3)
+
+
+@needs_compiler
+def test_a_row_does_not_depend_on_the_others(used):
+    rng = np.random.default_rng(0)
+    x, weight = (mx.array(rng.standard_normal((n, 416), dtype=np.float32)) for n in (40, 35))
+    together = multiply(x, weight)
+    for first, last in ((0, 1), (3, 9), (16, 40)):
+        assert mx.array_equal(multiply(x[first:last], weight), together[first:last])
+
+
+@needs_compiler
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_those_of_a_linear_layer(bias, used):
     layer = linear(bias=bias)
@@ -101,13 +136,32 @@ def test_only_plain_layers_of_a_fitting_size_take_part(monkeypatch):
     assert places() == [0]
 
 
+@needs_compiler
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("second", [False, True])
 def test_answers_stay_the_same(family, second, used):
     """Of tiny models of which both compute by the kernel; the truth is mlx-lm's plain decoding."""
     target, drafter = tiny_target(family), tiny_drafter(**(SECOND if second else {}))
     prompt = [5, 6, 7]
-    expected = plain_tokens(target, prompt, 30)
+    expected = plain_tokens(target, prompt, 12)
     set_few_rows(fitting_layers(target.model) + fitting_layers(drafter), 64)
-    assert drafted_tokens(target, drafter, prompt, 30, FixedWidth(4)) == expected
+    assert drafted_tokens(target, drafter, prompt, 12, FixedWidth(4)) == expected
     assert 5 in used
+
+
+@needs_compiler
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_kernel_that_computes_something_else_is_found(broken, used, monkeypatch):
+    if broken:
+        monkeypatch.setattr(
+            few_rows_linear, "_SOURCE", few_rows_linear._SOURCE.replace("start += DEPTH", "start += 256")
+        )
+    assert few_rows_linear.kernel_works(mx.float32) != broken
+
+
+def test_where_there_is_no_compiler_the_kernel_is_not_used(monkeypatch):
+    def failing(**_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(few_rows_linear, "_kernel", lambda: failing)
+    assert not few_rows_linear.kernel_works(mx.float32)

@@ -159,6 +159,16 @@ def test_cheap_drafts_that_are_never_verified_are_not_made_for_ever():
     assert run(GroupWidth(bound_by_memory(), PLACES), bound_by_memory(), sure(0.3), 32, 1000) > 0.97
 
 
+def test_where_wider_rounds_cost_the_same_and_drafting_costs_more_than_it_brings_it_rests():
+    """Every drafted round costs what 2.5 plain ones do, and brings 1.4 tokens."""
+    costs = GroupCosts(dict.fromkeys((2, 64), 1.0), dict.fromkeys((4, 1024), 2.0), dict.fromkeys((4, 1024), 0.5))
+    policy = GroupWidth(costs, PLACES)
+    policy.next_width(16)
+    assert not policy.reads_confidence
+    assert run(policy, costs, sure(0.3), 16, 1000) > 0.97
+    assert run(policy, costs, sure(0.9), 16, 1000) > 0.9
+
+
 def test_more_lanes_leave_less_room_for_drafts():
     chosen = []
     for lanes in (2, 8, 32, 128):
