@@ -153,7 +153,12 @@ class Engine:
         batch = self._batch
         if batch.state is None or most <= 0:
             return 0
-        return min(most, self._lone.policy.next_width() if self._lone else self._shared.next_width(len(batch.rows)))
+        places = self._lone.policy.next_width() if self._lone else self._shared.next_width(len(batch.rows))
+        return self._fitting(places, most)
+
+    def _fitting(self, places: int, most: int) -> int:
+        """No more places than tokens are wanted, unless another width would have to be written down and compiled."""
+        return places if self.target.replays else min(places, most)
 
     def _may_launch_ahead(self, current: Round, *, drafting: bool) -> bool:
         """Whether the round after `current` can be launched before that is read: nothing of it depends on the host."""
@@ -268,7 +273,7 @@ class Engine:
     def _launch_chosen(self, drafts: Drafts) -> Round:
         """Launch the round with those of the drafts that the policy chooses and the lanes' guides allow."""
         places, batch = drafts.width, self._batch
-        wanted = max(lane.remaining for lane in batch.lanes) - 1
+        wanted = self._fitting(places, max(lane.remaining for lane in batch.lanes) - 1)
         chosen = drafts.shortened(wanted)
         if drafts.ranking is not None:
             found = candidates_of(drafts.ranking, len(batch.rows))

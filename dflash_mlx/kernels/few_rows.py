@@ -4,8 +4,8 @@ A round feeds both models 2 to some dozens of rows. On a GPU much faster than th
 small model takes as long as its launches, and MLX's ways for more than one row take more of them than those for one.
 On CUDA two kernels take their place: for linear layers (few_rows_linear.py) and for attention (few_rows_attention.py).
 And passes can be replayed instead of written down anew each time (`caches.replay`). When a pair is loaded, all are
-measured. On an H200 a round of 15 drafts of the demo pair, in bfloat16, went from 7.1 to 6.1 ms by the first and to 5.2
-ms by the second.
+measured. On an H200 the kernels brought a round of 15 drafts of the demo pair, in bfloat16, from 7.1 to 5.2 ms,
+and replaying made it a fifth faster once more.
 
 As with `targets.taps`, layer *instances* get a subclass of their own class; classes and parameter trees stay as they
 are.
@@ -13,7 +13,8 @@ are.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,21 +22,21 @@ import mlx.nn as nn
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash_state import DFlashState
-from dflash_mlx.kernels.few_rows_attention import attention_layers, kernel_works, set_attention
-from dflash_mlx.kernels.few_rows_linear import fitting_layers, set_few_rows
-from dflash_mlx.kernels.few_rows_linear import kernel_works as product_works
+from dflash_mlx.kernels.few_rows_attention import attention_layers, attention_works, set_attention
+from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work, set_few_rows
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target, activation_dtype
 
-# Numbers of rows that the linear kernel is tried with, rising; the last at which it was faster is the most that it is
-# used for.
-ROWS = (4, 8, 16, 32, 64, 128, 256, 512)
-# A kernel must be this much faster to be used: less would be noise.
+# A round's rows, for which things are measured, and more, of several answers, for which the linear kernel is tried.
+_ROUND, _MORE_ROWS = 16, (64, 256)
+# Another way must be this much faster to be used: less would be noise.
 _GAIN = 0.05
-_TIMED = 5
-# A round's rows, for which attention is measured.
-_ROUND = 16
+_TIMED = 3
+# How products of rows and passes are made: whether passes are replayed, and up to how many rows the kernel is used.
+Way = tuple[bool, int]
+W = TypeVar("W")
+_ORDINARY: Way = False, 0
 
 
 def use_where_faster(target: Target, drafter: DFlashDrafter | None) -> None:
@@ -48,9 +49,7 @@ def use_where_faster(target: Target, drafter: DFlashDrafter | None) -> None:
         return
     if kind == "cuda":
         _choose_attention(target, drafter)
-        _choose_products(target, drafter)
-    if target.takes_rows():
-        _choose_replays(target, drafter)
+    _choose_way(target, drafter, kernel=kind == "cuda")
 
 
 def _choose_attention(target: Target, drafter: DFlashDrafter | None) -> None:
@@ -58,71 +57,74 @@ def _choose_attention(target: Target, drafter: DFlashDrafter | None) -> None:
     layers = [layer for model in models for layer in attention_layers(model)]
     head_dims = {target.head_dim, drafter.config.head_dim if drafter is not None else None}
     dtype = drafter.dtype if drafter is not None else activation_dtype(target.model)
+    if not all(attention_works(dtype, head_dim) for head_dim in head_dims if head_dim):
+        return
 
     def switch(on: bool) -> None:
         set_attention(layers, kernel=on)
 
-    if all(kernel_works(dtype, head_dim) for head_dim in head_dims if head_dim):
-        switch(_is_faster(*_compare(target, drafter, _rows(drafter), switch)))
+    seconds = _compare(target, drafter, _rows(drafter), (False, True), switch)
+    switch(_is_faster(seconds[True], seconds[False]))
 
 
-def _choose_replays(target: Target, drafter: DFlashDrafter | None) -> None:
-    rows, logits = _rows(drafter), []
+def _choose_way(target: Target, drafter: DFlashDrafter | None, *, kernel: bool) -> None:
+    """Measure replaying and the kernel for products together: each makes the other worth more, or less."""
+    layers = fitting_layers(target.model, without=[target.head_module]) if kernel and drafter is not None else []
+    if drafter is not None and layers:
+        layers = layers + fitting_layers(drafter) if products_work(drafter.dtype) else []
+
+    def switch(way: Way) -> None:
+        set_few_rows(layers, way[1])
+        target.set_replays(way[0])
+
+    def fastest(rows: int, ways: Sequence[Way]) -> Way:
+        seconds = _compare(target, drafter, rows, ways, switch)
+        best = min(ways, key=lambda way: seconds[way])
+        return best if _is_faster(seconds[best], seconds[ways[0]]) else ways[0]
+
+    replays = (False, True) if _can_replay(target, drafter) else (False,)
+    ways = [(on, most) for on in replays for most in ((0, _ROUND) if layers else (0,))]
+    chosen = fastest(_rows(drafter), ways) if len(ways) > 1 else _ORDINARY
+    for rows in _MORE_ROWS if chosen[1] and target.takes_rows() else ():
+        more = fastest(rows, [chosen, (chosen[0], rows)])
+        if more == chosen:
+            break
+        chosen = more
+    switch(chosen)
+
+
+def _can_replay(target: Target, drafter: DFlashDrafter | None) -> bool:
+    """Whether a replayed pass gives the same logits."""
+    if not target.takes_rows():
+        return False
+    logits = []
     try:
         for on in (False, True):
             target.set_replays(on)
-            logits.append(_round(target, drafter, rows)[1])
-        right = relative_difference(logits[1], logits[0]) <= TOLERANCE[logits[0].dtype]
+            logits.append(_round(target, drafter, _rows(drafter))[1])
+        return relative_difference(logits[1], logits[0]) <= TOLERANCE[logits[0].dtype]
     except (RuntimeError, ValueError):  # no compiler, or a model that asks the host
-        right = False
-    target.set_replays(right and _is_faster(*_compare(target, drafter, rows, target.set_replays)))
-
-
-def _choose_products(target: Target, drafter: DFlashDrafter | None) -> None:
-    if drafter is None:
-        return
-    layers = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
-    if not layers or not product_works(drafter.dtype):
-        return
-
-    def compare(rows: int) -> tuple[float, float]:
-        return _compare(target, drafter, rows, lambda on: set_few_rows(layers, rows if on else 0))
-
-    set_few_rows(layers, most_rows(compare))
+        return False
 
 
 def _rows(drafter: DFlashDrafter | None) -> int:
     return _ROUND if drafter is not None else 1
 
 
-def most_rows(compare: Callable[[int], tuple[float, float]]) -> int:
-    """The most of `ROWS` up to which a kernel is faster; `compare` gives seconds for a number: ordinary, kernel."""
-    most = 0
-    for rows in ROWS:
-        if not _is_faster(*compare(rows)):
-            break
-        most = rows
-    return most
-
-
-def _is_faster(ordinary: float, kernel: float) -> bool:
-    return kernel <= (1 - _GAIN) * ordinary
+def _is_faster(seconds: float, ordinary: float) -> bool:
+    return seconds <= (1 - _GAIN) * ordinary
 
 
 def _compare(
-    target: Target, drafter: DFlashDrafter | None, rows: int, switch: Callable[[bool], None]
-) -> tuple[float, float]:
-    """Medians of what a round's computing takes over `rows` rows, in turns: the ordinary way, and switched."""
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    try:
-        for _ in range(1 + _TIMED):
-            for on, times in seconds.items():
-                switch(on)
-                times.append(_seconds(target, drafter, rows))
-    finally:
-        switch(False)
-    ordinary, kernel = (statistics.median(times[1:]) for times in seconds.values())
-    return ordinary, kernel
+    target: Target, drafter: DFlashDrafter | None, rows: int, ways: Sequence[W], switch: Callable[[W], None]
+) -> dict[W, float]:
+    """Medians of what a round's computing takes over `rows` rows, in turns, each way after it was switched to."""
+    seconds: dict[W, list[float]] = {way: [] for way in ways}
+    for _ in range(1 + _TIMED):
+        for way in ways:
+            switch(way)
+            seconds[way].append(_seconds(target, drafter, rows))
+    return {way: statistics.median(times[1:]) for way, times in seconds.items()}
 
 
 def _seconds(target: Target, drafter: DFlashDrafter | None, rows: int) -> float:

@@ -178,7 +178,7 @@ def fits(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | s
     )
 
 
-def kernel_works(dtype: mx.Dtype, head_dim: int) -> bool:
+def attention_works(dtype: mx.Dtype, head_dim: int) -> bool:
     """Whether the kernel can be compiled here and gives what MLX's attention gives; True where it would not be used."""
     rng = np.random.default_rng(0)
     batch, rows, length = 2, 5, 70

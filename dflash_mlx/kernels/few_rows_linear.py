@@ -133,7 +133,7 @@ def multiply(x: mx.array, weight: mx.array) -> mx.array:
     return product
 
 
-def kernel_works(dtype: mx.Dtype) -> bool:
+def products_work(dtype: mx.Dtype) -> bool:
     """Whether the kernel can be compiled here, and gives what MLX's product gives."""
     rng = np.random.default_rng(0)
     x, weight = (

@@ -21,7 +21,8 @@ from dflash_mlx.targets.target import Target
 
 _SCHEMA = 9
 _PROMPT_TOKENS = 64
-# Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and `_SECONDS_A_WIDTH`.
+# Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and as many as take `_SECONDS_A_WIDTH` when nothing
+# stalls; a GPU stalls at first, while it compiles.
 _WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 40
 _SECONDS_A_WIDTH = 0.2
 # A round this much slower than a wider one was disturbed.
@@ -135,7 +136,7 @@ def _round_seconds(target: Target, drafter: DFlashDrafter, policy: FixedWidth) -
         times.append(now - last)
         last = now
         timed = times[_WARM_UP_ROUNDS:]
-        if len(timed) >= _TIMED_ROUNDS and sum(timed) > _SECONDS_A_WIDTH:
+        if len(timed) >= _TIMED_ROUNDS and len(timed) * min(timed) > _SECONDS_A_WIDTH:
             break
     steps.close()
     return statistics.median(times[_WARM_UP_ROUNDS:])

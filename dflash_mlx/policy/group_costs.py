@@ -104,10 +104,10 @@ def _draft(batch: Batch, rows: int) -> None:
 
 
 def _seconds(work: Callable[[Batch, int], None], batch: Batch, rows: int) -> float:
-    """The median of a few runs, after one to warm up."""
+    """The median of a few runs, after one to warm up; more of them where they are quick, since a GPU stalls at first."""
     work(batch, rows)
     times: list[float] = []
-    while len(times) < _TIMED and (len(times) < 2 or sum(times) < _SECONDS_A_POINT):
+    while len(times) < _TIMED and (len(times) < 2 or len(times) * min(times) < _SECONDS_A_POINT):
         started = time.perf_counter()
         work(batch, rows)
         times.append(time.perf_counter() - started)

@@ -9,16 +9,9 @@ from tiny import tiny_drafter, tiny_target
 
 from dflash_mlx import runtime
 from dflash_mlx.kernels import few_rows, few_rows_attention
-from dflash_mlx.kernels.few_rows import ROWS, most_rows, use_where_faster
+from dflash_mlx.kernels.few_rows import use_where_faster
 from dflash_mlx.kernels.few_rows_attention import attention_layers
-from dflash_mlx.kernels.few_rows_linear import FewRowsLinear, fitting_layers
-
-
-def test_a_kernel_is_used_up_to_where_it_stops_being_faster():
-    seconds = dict.fromkeys(ROWS, (1.0, 0.5)) | {16: (1.0, 0.9), 32: (1.0, 0.97)}
-    assert most_rows(seconds.__getitem__) == 16
-    assert most_rows(lambda rows: (1.0, 1.2)) == 0
-    assert most_rows(lambda rows: (1.0, 0.5)) == ROWS[-1]
+from dflash_mlx.kernels.few_rows_linear import _STATE, FewRowsLinear, fitting_layers
 
 
 @pytest.fixture
@@ -30,7 +23,7 @@ def pair(monkeypatch):
     assert len(attention) == len(target.layers) + len(drafter.layers)
     monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind="cuda"))
     monkeypatch.setattr(few_rows_attention, "fits", lambda *_: False)
-    monkeypatch.setattr(few_rows, "product_works", lambda dtype: True)
+    monkeypatch.setattr(few_rows, "products_work", lambda dtype: True)
     return target, drafter, linear, attention
 
 
@@ -106,12 +99,38 @@ def test_head_sizes_are_taken_from_any_config(config, found, pair, monkeypatch):
     assert uses(attention)
 
 
-def test_the_measurement_runs_and_leaves_things_as_they_were():
+@pytest.mark.parametrize(("slower_from", "most"), [(17, 16), (65, 64), (9999, 256)])
+def test_the_kernel_for_products_is_used_up_to_where_it_stops_being_faster(slower_from, most, pair, monkeypatch):
+    target, drafter, linear, _ = pair
+    monkeypatch.setattr(
+        few_rows, "_seconds", lambda _, __, rows: 1.0 - 0.2 * (uses_for(linear, rows) and rows < slower_from)
+    )
+    use_where_faster(target, drafter)
+    assert uses_for(linear, most)
+    assert not uses_for(linear, most + 1)
+
+
+def uses_for(layers, rows):
+    return uses(layers) and layers[0].__dict__[_STATE].most >= rows
+
+
+def test_ways_that_pay_only_together_are_found(pair, monkeypatch):
+    """Where its calls cost Python more than the product does, the kernel pays if passes are replayed."""
+    target, drafter, linear, _ = pair
+    gain = {(False, False): 0.0, (False, True): -0.3, (True, False): 0.02, (True, True): 0.4}
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - gain[target.replays, uses(linear)])
+    use_where_faster(target, drafter)
+    assert target.replays
+    assert uses(linear)
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+def test_the_measurement_runs_and_takes_turns(rows):
     target, drafter = tiny_target("llama"), tiny_drafter()
     switched = []
-    assert all(seconds > 0 for seconds in few_rows._compare(target, drafter, 4, switched.append))
-    assert switched[:2] == [False, True]
-    assert switched[-1] is False
+    found = few_rows._compare(target, drafter, rows, "ab", switched.append)
+    assert all(seconds > 0 for seconds in found.values())
+    assert switched[:4] == ["a", "b"] * 2
 
 
 @pytest.mark.parametrize("kind", ["cuda", "metal"])

@@ -156,7 +156,7 @@ def test_a_kernel_that_computes_something_else_is_found(broken, used, monkeypatc
         monkeypatch.setattr(
             few_rows_linear, "_SOURCE", few_rows_linear._SOURCE.replace("start += DEPTH", "start += 256")
         )
-    assert few_rows_linear.kernel_works(mx.float32) != broken
+    assert few_rows_linear.products_work(mx.float32) != broken
 
 
 def test_where_there_is_no_compiler_the_kernel_is_not_used(monkeypatch):
@@ -164,4 +164,4 @@ def test_where_there_is_no_compiler_the_kernel_is_not_used(monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(few_rows_linear, "_kernel", lambda: failing)
-    assert not few_rows_linear.kernel_works(mx.float32)
+    assert not few_rows_linear.products_work(mx.float32)
