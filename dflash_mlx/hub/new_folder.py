@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.hub.leftovers import held, remove_leftovers, temporary_prefix
 
 
 def write_new_folder(folder: Path, build: Callable[[Path], None]) -> None:
     """Let `build` fill a temporary folder beside `folder`, then give it that name.
 
-    Whoever is interrupted or killed leaves no half folder under the name. Raises UsageError where something is there
+    Whoever is interrupted or killed leaves no half folder under the name, and the next run removes what a killed one
+    left beside it. Raises UsageError where something is there
     already, CheckpointError where the disk is full or not writable.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -21,12 +23,14 @@ def write_new_folder(folder: Path, build: Callable[[Path], None]) -> None:
     work: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.making-", dir=folder.parent))
-        work.chmod(0o755)
-        build(work)
-        for path in work.iterdir():
-            _flush(path)
-        work.rename(folder)
+        remove_leftovers(folder)
+        work = Path(tempfile.mkdtemp(prefix=temporary_prefix(folder), dir=folder.parent))
+        with held(work):
+            work.chmod(0o755)
+            build(work)
+            for path in work.iterdir():
+                _flush(path)
+            work.rename(folder)
         _flush(folder.parent)
     except (OSError, RuntimeError) as error:  # MLX reports a failed write as a RuntimeError
         full = shutil.disk_usage(folder.parent).free < 2**20 if folder.parent.is_dir() else False
