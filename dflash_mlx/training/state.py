@@ -18,16 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.errors import CheckpointError, DFlashError, UsageError
+from dflash_mlx.hub.new_folder import explain_failed_writes
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write(temporary path)` make the file and put it in place of `path`. The suffix is kept."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Let `write(temporary path)` make the file and put it in place of `path`. The suffix is kept.
+
+    Raises CheckpointError where the disk is full or not writable.
+    """
     temporary = path.with_name(f".{path.stem}.part{path.suffix}")
-    write(temporary)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with explain_failed_writes(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
