@@ -139,12 +139,12 @@ def test_no_secret_is_told_or_logged(serving: Serving) -> None:
     serving.process.send_signal(signal.SIGINT)
     assert serving.process.wait(60) == 0
     text = serving.text()
+    check(text)
+    check("\n".join(serving.seen))
     assert "a mistake of ours" in text, "errors are logged"
     assert 'POST "/v1/chat/completions" 401' in text
     assert "DEBUG" in text
     assert MODEL in text
-    check(text)
-    check("\n".join(serving.seen))
 
 
 def test_no_secret_is_in_the_line_of_a_failed_start(tmp_path: Path, hub: fake_hub.FakeHub) -> None:
