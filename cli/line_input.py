@@ -88,7 +88,7 @@ def read_history(path: Path) -> list[str]:
     entries: list[str] = []
     with contextlib.suppress(OSError, UnicodeDecodeError):
         for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
+            with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
                 if isinstance(entry, str):
                     entries.append(entry)

@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Delete it to start this stage anew.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} should hold a JSON object, found {type(value).__name__}.")
