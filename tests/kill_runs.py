@@ -71,7 +71,7 @@ class Command:
         return {
             name: content
             for name, content in found.items()
-            if content not in ("folder", "whole") or not _matches(name, self.optional)
+            if content == "damaged" or not _matches(name, self.optional)
         }
 
     def _content(self, path: Path, name: str) -> str:

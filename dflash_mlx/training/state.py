@@ -38,6 +38,13 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def remove_parts(out: Path) -> None:
+    """Remove what a killed run was writing under temporary names. For whoever holds the lock of the run."""
+    for folder in (out, out / "work", out / "work" / "data"):
+        for part in folder.glob(".*.part.*"):
+            part.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     write_atomic(path, lambda part: part.write_text(text, encoding="utf-8"))
 
