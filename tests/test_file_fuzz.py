@@ -74,6 +74,7 @@ def made(write: Callable[[Path], object], name: str = "file") -> bytes:
 
 GGUF = made(tiny_gguf)
 METADATA = tiny_metadata()
+TENSORS, _ = tiny_tensors(np.random.default_rng(0))
 GGUF_VALUES = (
     st.booleans()
     | st.integers(0, 2**32 - 1)
@@ -95,9 +96,8 @@ def test_gguf_bytes(raw: bytes) -> None:
 @given(changes=st.dictionaries(st.sampled_from(sorted(METADATA)), GGUF_VALUES | st.none(), min_size=1, max_size=3))
 def test_gguf_settings(changes: dict[str, Any]) -> None:
     metadata = {key: value for key, value in (METADATA | changes).items() if value is not None}
-    tensors, _ = tiny_tensors(np.random.default_rng(0))
     with file("model.gguf", b"") as path, bounded():
-        write_gguf(path, metadata, tensors)
+        write_gguf(path, metadata, TENSORS)
         convert_gguf(path, path.parent)
 
 
