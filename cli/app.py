@@ -116,6 +116,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         code = typer.main.get_command(app).main(args=arguments, prog_name="dflash-mlx", standalone_mode=False)
         sys.stdout.flush()
+        if code == INTERRUPTED:  # Ctrl-C outside a command: while options were read, or after its end
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except (_ReaderGone, BrokenPipeError):
         return _leave_quietly()

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from dflash_mlx.cli.output import is_terminal
+from dflash_mlx.hub.leftovers import held, remove_leftovers, temporary_prefix
 
 try:
     import readline
@@ -87,7 +88,7 @@ def read_history(path: Path) -> list[str]:
     entries: list[str] = []
     with contextlib.suppress(OSError, UnicodeDecodeError):
         for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
+            with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
                 if isinstance(entry, str):
                     entries.append(entry)
@@ -102,11 +103,15 @@ def write_history(path: Path, entries: list[str]) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file whole or not at all. A new file is readable by the user alone. Raises OSError."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    remove_leftovers(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix(path))
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8") as file, held(Path(temporary)):
             file.write(text)
-        os.replace(temporary, path)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
         raise

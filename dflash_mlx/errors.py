@@ -31,3 +31,7 @@ class PairError(DFlashError):
 
 class PromptError(DFlashError):
     """A prompt that is empty or does not fit the model's context."""
+
+
+# What a value of the wrong kind or size in a checkpoint's config.json leads to, where it is used.
+WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

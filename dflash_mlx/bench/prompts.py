@@ -162,7 +162,7 @@ def read_prompts(path: Path) -> tuple[BenchPrompt, ...]:
 def _prompt(line: str, where: str, before: list[BenchPrompt]) -> BenchPrompt:
     try:
         fields: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: expected a JSON object; {error}") from error
     if not isinstance(fields, dict):
         raise UsageError(f"{where}: expected a JSON object; found {type(fields).__name__}.")

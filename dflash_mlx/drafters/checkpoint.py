@@ -12,7 +12,7 @@ from dflash_mlx.drafters.config import DraftConfig, parse_draft_config
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.drafters.torch_file import read_mask_embedding
-from dflash_mlx.errors import CheckpointError
+from dflash_mlx.errors import WRONG_VALUES, CheckpointError
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.runtime import lacks_bfloat16
 from dflash_mlx.targets.target import expand, keeps_quantized
@@ -111,16 +111,13 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None =
     """
     checkpoint = read_checkpoint(folder)
     weights = checkpoint.weights
-    drafter = make_drafter(checkpoint.config)
     quantization = checkpoint.raw.get("quantization")
-    if quantization:
-        nn.quantize(
-            drafter,
-            group_size=quantization["group_size"],
-            bits=quantization["bits"],
-            mode=quantization.get("mode", "affine"),
-            class_predicate=lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights,
-        )
+    try:
+        drafter = _drafter_without_weights(checkpoint, quantization)
+    except WRONG_VALUES as error:
+        raise CheckpointError(
+            f"cannot build a drafter as config.json in {folder} describes it: {error}. Fetch the folder again."
+        ) from error
     try:
         drafter.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
@@ -140,6 +137,22 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None =
     drafter.set_dtype(activations)
     drafter.eval()
     mx.eval(drafter.parameters())
+    return drafter
+
+
+def _drafter_without_weights(checkpoint: Checkpoint, quantization: dict[str, Any] | None) -> DFlashDrafter:
+    """The drafter that the weights are put into, with quantized layers where they are quantized."""
+    drafter = make_drafter(checkpoint.config)
+    if quantization:
+        nn.quantize(
+            drafter,
+            group_size=quantization["group_size"],
+            bits=quantization["bits"],
+            mode=quantization.get("mode", "affine"),
+            class_predicate=lambda path, module: (
+                hasattr(module, "to_quantized") and f"{path}.scales" in checkpoint.weights
+            ),
+        )
     return drafter
 
 

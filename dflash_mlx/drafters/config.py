@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_mlx.drafters.dialects import from_speculators, is_speculators, refuse_unsupported
-from dflash_mlx.errors import CheckpointError
+from dflash_mlx.errors import WRONG_VALUES, CheckpointError
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _DEFAULT_BLOCK = 16  # where a checkpoint does not say, as in the official loader
@@ -93,6 +93,19 @@ class DraftConfig:
         return dict(self.ropes).get(layer_type, Rope(self.rope_theta, self.rope_scaling))
 
 
+# Far above any real drafter. What is built here has to fit into memory.
+_LARGEST = {
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_hidden_layers": 1000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "vocab_size": 2**24,
+    "block_size": 2**16,
+}
+
+
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
     """The layers that a checkpoint means which names none: evenly spread from the second to the third from last."""
     if num_draft_layers == 1:
@@ -107,9 +120,17 @@ def parse_draft_config(raw: dict[str, Any]) -> DraftConfig:
     Raises CheckpointError naming the field when one is missing or contradictory, or the kind of drafter when
     it is one that is not supported.
     """
-    refuse_unsupported(raw)
-    if is_speculators(raw):
-        raw = from_speculators(raw)
+    try:
+        refuse_unsupported(raw)
+        return _parse(from_speculators(raw) if is_speculators(raw) else raw)
+    except WRONG_VALUES as error:
+        raise CheckpointError(
+            f"the drafter's config.json holds a value of another kind than expected: {error}. Fetch the folder again."
+        ) from error
+
+
+def _parse(raw: dict[str, Any]) -> DraftConfig:
+    """A config.json in z-lab's layout. Raises CheckpointError, and what wrong types of values lead to."""
     if "dflash_config" not in raw and "target_layer_ids" not in raw:
         raise CheckpointError(
             "this is not a DFlash drafter: its config.json has neither dflash_config nor target_layer_ids "
@@ -229,6 +250,9 @@ def _check(config: DraftConfig, raw: dict[str, Any]) -> None:
         problems.append(f"mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}")
     if any(not 0 <= i < config.vocab_size for i in config.draft_token_ids):
         problems.append(f"draft_token_ids has ids outside the vocabulary of {config.vocab_size}")
+    for name, most in _LARGEST.items():
+        if not 1 <= getattr(config, name) <= most:
+            problems.append(f"{name} is {getattr(config, name)}; expected 1 to {most}")
     problems += _dflash2_problems(config, raw)
     if problems:
         raise CheckpointError("the drafter's config.json does not fit together: " + "; ".join(problems) + ".")

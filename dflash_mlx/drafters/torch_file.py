@@ -7,6 +7,7 @@ tensor, and its bytes. The unpickler here knows the names that a description nee
 import math
 import pickle
 import zipfile
+import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ _BROKEN = (
     AttributeError,
     TypeError,
     EOFError,
+    RuntimeError,
+    zlib.error,
     zipfile.BadZipFile,
     pickle.PickleError,
 )

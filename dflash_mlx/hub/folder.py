@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is not a model folder: {path.name} is missing.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Fetch the folder again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} should hold a JSON object, found {type(value).__name__}.")
@@ -58,7 +58,7 @@ def check_safetensors(path: Path) -> None:
             header: Any = json.loads(file.read(length)) if length <= _MOST_HEADER_BYTES else None
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         expected = 8 + length + max(ends, default=0)
-    except (OSError, ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a complete safetensors file ({_size(path)}). Fetch it again.") from error
     if size != expected:
         raise CheckpointError(f"{path} is damaged: expected {expected:,} bytes, found {size:,}. Fetch it again.")

@@ -104,8 +104,8 @@ def _q8_0(blocks: np.ndarray) -> Packed:
 
 
 def _times(scales: np.ndarray, power: int) -> np.ndarray:
-    """scales * a power of two: exact in float16 unless it overflows, which `read_tensor` refuses."""
-    with np.errstate(over="ignore"):
+    """scales * a power of two: exact in float16 unless it overflows or is none, which `read_tensor` refuses."""
+    with np.errstate(over="ignore", invalid="ignore"):
         return scales * np.float16(power)
 
 

@@ -114,7 +114,10 @@ def _fetch(source: ModelSource, report: Report, *, verify: bool) -> Path:
     assert info.sha is not None
     files = wanted_files(info.siblings or [])
     _refuse_unusable(source, files)
-    config = Path(hf_hub_download(source.repo, "config.json", revision=info.sha))
+    # Not by the client alone, which leaves a part under a new name whenever it is killed.
+    config = hub_files.fetch_blob(
+        source.repo, "config.json", revision=info.sha, progress=lambda done: None, report=report
+    )
     snapshot = config.parent
     check_code(str(source), read_json(config))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_mlx.errors import WRONG_VALUES, CheckpointError
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.naming import split_precision, text_config
 from dflash_mlx.hub.registry import ModelSource, PairSpec
@@ -58,8 +59,17 @@ def pair_needs(spec: PairSpec, *, target: Path | None, drafter: Path | None) -> 
 
 
 def cache_bytes(config: dict[str, Any], *, tokens: int = CONTEXT) -> int:
-    """Keys and values of full attention over `tokens` tokens in 2 bytes each: the most that a model's caches take."""
-    text = text_config(config)
+    """Keys and values of full attention over `tokens` tokens in 2 bytes each: the most that a model's caches take.
+
+    Raises CheckpointError.
+    """
+    try:
+        return _cache_bytes(text_config(config), tokens)
+    except WRONG_VALUES as error:
+        raise CheckpointError(f"the model's config.json holds a value that cannot be: {error}.") from error
+
+
+def _cache_bytes(text: dict[str, Any], tokens: int) -> int:
     heads = int(text.get("num_attention_heads") or 1)
     width = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
     kv_heads = int(text.get("num_key_value_heads") or heads)

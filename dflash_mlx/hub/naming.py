@@ -60,5 +60,6 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def is_drafter(config: dict[str, Any]) -> bool:
     """Whether a config.json is that of a drafter, which is no model of its own."""
-    names = [str(name).lower() for name in config.get("architectures") or ()]
+    said = config.get("architectures")
+    names = [str(name).lower() for name in said] if isinstance(said, list) else []
     return "dflash_config" in config or "speculators_model_type" in config or any("dflash" in name for name in names)

@@ -1,8 +1,7 @@
 """Model folders under cache_home()/models: made whole or not at all, one process at a time, recognisable afterwards.
 
 A folder is built under a temporary name beside its place and renamed when complete. It carries a stamp with the hash of
-its source and the size of every file, so that a missing or cut file is noticed without reading the weights. Whoever
-holds the lock may delete temporary folders: their makers were killed.
+its source and the size of every file, so that a missing or cut file is noticed without reading the weights.
 """
 
 import errno
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_mlx.errors import DownloadError
+from dflash_mlx.hub.leftovers import held, remove_leftovers, temporary_prefix
 
 Report = Callable[[str, float | None], None]  # a message, and the fraction done where it is known
 
@@ -62,6 +62,7 @@ def ensure_folder(folder: Path, stamp: Stamp, build: Callable[[Path], None], *, 
     process that makes the same folder is waited for. Raises DownloadError when the disk is full or not writable.
     """
     if problem(folder, stamp) is None:
+        remove_leftovers(folder)  # of a process that was killed between the last two steps
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ def ensure_folder(folder: Path, stamp: Stamp, build: Callable[[Path], None], *, 
             if trouble is not None:
                 if folder.exists():
                     report(f"the copy in {folder} cannot be used ({trouble}); making it again", None)
-                _remove_leftovers(folder)
+                remove_leftovers(folder)
                 _check_space(folder.parent, space_mb)
                 _make(folder, stamp, build)
     except OSError as error:
@@ -80,22 +81,28 @@ def ensure_folder(folder: Path, stamp: Stamp, build: Callable[[Path], None], *, 
 
 
 def _make(folder: Path, stamp: Stamp, build: Callable[[Path], None]) -> None:
-    work = Path(tempfile.mkdtemp(prefix=_temporary_prefix(folder), dir=folder.parent))
+    work = Path(tempfile.mkdtemp(prefix=temporary_prefix(folder), dir=folder.parent))
     try:
-        model = work / "model"
-        model.mkdir()
-        build(work)
-        files = {path.name: path.stat().st_size for path in sorted(model.iterdir())}
-        content = {"source_sha256": stamp.source_sha256, "converter": stamp.converter, "files": files}
-        (model / STAMP).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        for path in model.iterdir():
-            _flush(path)
-        if folder.exists():
-            folder.rename(work / "old")
-        model.rename(folder)
-        _flush(folder.parent)
+        with held(work):
+            _fill(work, folder, stamp, build)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _fill(work: Path, folder: Path, stamp: Stamp, build: Callable[[Path], None]) -> None:
+    """Build the model in `work` and bring it to its place."""
+    model = work / "model"
+    model.mkdir()
+    build(work)
+    files = {path.name: path.stat().st_size for path in sorted(model.iterdir())}
+    content = {"source_sha256": stamp.source_sha256, "converter": stamp.converter, "files": files}
+    (model / STAMP).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for path in model.iterdir():
+        _flush(path)
+    if folder.exists():
+        folder.rename(work / "old")
+    model.rename(folder)
+    _flush(folder.parent)
 
 
 @contextmanager
@@ -113,15 +120,6 @@ def hold_lock(path: Path, report: Report) -> Iterator[None]:
                 waiting = True
                 time.sleep(_POLL_SECONDS)
         yield
-
-
-def _temporary_prefix(folder: Path) -> str:
-    return f".{folder.name}.making-"
-
-
-def _remove_leftovers(folder: Path) -> None:
-    for path in folder.parent.glob(f"{_temporary_prefix(folder)}*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_space(folder: Path, needed_mb: int) -> None:

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from dflash_mlx.caches import target_caches, tree_rows
 from dflash_mlx.caches.replay import Pass
 from dflash_mlx.caches.trimming import leaves
-from dflash_mlx.errors import CheckpointError, PairError
+from dflash_mlx.errors import WRONG_VALUES, CheckpointError, PairError
 from dflash_mlx.targets.taps import tapped
 
 # Where mlx-lm's classes keep a language model inside another module, and what they call its parts.
@@ -239,7 +239,7 @@ def load_target(folder: Path, *, dtype: str) -> tuple[Target, mx.Dtype]:
 
     try:
         model, config = load_model(folder, lazy=True)
-    except (ValueError, FileNotFoundError, RuntimeError, KeyError, TypeError) as error:
+    except (FileNotFoundError, *WRONG_VALUES) as error:
         raise CheckpointError(f"cannot load the model in {folder}: {error}") from error
     wanted = resolve_dtype(dtype, model_dtype=activation_dtype(model))
     if keeps_quantized(model, wanted):

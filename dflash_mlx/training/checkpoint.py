@@ -79,9 +79,12 @@ def load_state(path: Path) -> TrainState | None:
     try:
         loaded: Any = mx.load(str(path), return_metadata=True)
         arrays, metadata = loaded
-        progress = json.loads(metadata["progress"])
-    except (RuntimeError, KeyError, ValueError) as error:
+        return _state(arrays, json.loads(metadata["progress"]))
+    except (RuntimeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. Delete it to start the training anew.") from error
+
+
+def _state(arrays: dict[str, mx.array], progress: dict[str, Any]) -> TrainState:
     trees: dict[str, list[tuple[str, mx.array]]] = {"parameters": [], "optimizer": [], "features": []}
     for name, x in arrays.items():
         part, _, rest = name.partition(".")

@@ -1,6 +1,7 @@
 """The finished drafter as a folder in the public checkpoint layout, with a model card and curves."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from dflash_mlx.drafters.checkpoint import CODEBOOKS
 from dflash_mlx.drafters.config import DFLASH2_FIELDS, DraftConfig
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.hub.new_folder import explain_failed_writes
 from dflash_mlx.hub.quantize import quantize_drafter
 from dflash_mlx.hub.upload import upload
 from dflash_mlx.training.curves import Curve, draw_curves
@@ -100,17 +102,20 @@ def export_drafter(
         )
         write_json(folder / "config.json", config)
         return
+    group_size = _group_size(drafter)
     plain, small = folder / "work" / "plain", folder / "work" / "quantized"
-    for place in (plain, small):
-        place.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(plain / "model.safetensors"), weights, {"format": "mlx"})
-    write_json(plain / "config.json", config)
-    quantize_drafter(plain, small, bits=quantize, group_size=_group_size(drafter))
-    for name in ("model.safetensors", "config.json"):
-        (small / name).replace(folder / name)
-        (plain / name).unlink()
-    small.rmdir()
-    plain.rmdir()
+    with explain_failed_writes(folder / "model.safetensors"):
+        try:
+            for place in (plain, small):
+                place.mkdir(parents=True, exist_ok=True)
+            mx.save_safetensors(str(plain / "model.safetensors"), weights, {"format": "mlx"})
+            write_json(plain / "config.json", config)
+            quantize_drafter(plain, small, bits=quantize, group_size=group_size)
+            for name in ("model.safetensors", "config.json"):
+                (small / name).replace(folder / name)
+        finally:
+            for place in (plain, small):
+                shutil.rmtree(place, ignore_errors=True)
 
 
 def public_name(name: str) -> str:

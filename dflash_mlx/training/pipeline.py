@@ -22,7 +22,7 @@ from dflash_mlx.training.loading import Loaded, load
 from dflash_mlx.training.options import TrainOptions
 from dflash_mlx.training.probe import time_line
 from dflash_mlx.training.progress import Progress
-from dflash_mlx.training.state import locked, require_same
+from dflash_mlx.training.state import locked, remove_parts, require_same
 from dflash_mlx.training.store import ConversationStore
 from dflash_mlx.training.trainer import Trainer
 
@@ -47,6 +47,7 @@ def run(options: TrainOptions, *, quiet: bool = False) -> TrainResult:
     deadline = None if options.stop_after_minutes is None else time.monotonic() + 60 * options.stop_after_minutes
     work = options.out / "work"
     with locked(work):
+        remove_parts(options.out)
         loaded = load(options, quiet=quiet)
         drafter = make_drafter(loaded.target, loaded.tokenizer, loaded.frame, options)
         machine = backend()

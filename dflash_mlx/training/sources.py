@@ -90,18 +90,16 @@ def encode_conversation(
 def _lines(path: Path, *, json_lines: bool | None = None) -> Iterator[tuple[int, Any]]:
     """(line number, JSON object or text) of each line that is not empty."""
     as_json = path.suffix in (".jsonl", ".json") if json_lines is None else json_lines
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            line = line.strip()
-            if not line:
-                continue
-            if not as_json:
-                yield number, line
-                continue
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UsageError(f"{path}, line {number}: expected a JSON object a line: {error}.") from error
+    try:
+        with path.open(encoding="utf-8") as file:
+            lines = [(number, line.strip()) for number, line in enumerate(file, start=1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    for number, line in lines:
+        try:
+            yield number, json.loads(line) if as_json else line
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}, line {number}: expected a JSON object a line: {error}.") from error
 
 
 def _chat_of(value: Any, path: Path, number: int) -> list[dict[str, str]]:
@@ -119,6 +117,8 @@ def _chat_of(value: Any, path: Path, number: int) -> list[dict[str, str]]:
         ]
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}, line {number}: expected messages with role and content.") from error
+    if not all(isinstance(text, str) for message in chat for text in message.values()):
+        raise UsageError(f"{path}, line {number}: expected role and content to be text.")
     return chat
 
 

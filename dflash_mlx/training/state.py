@@ -18,16 +18,31 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.errors import CheckpointError, DFlashError, UsageError
+from dflash_mlx.hub.new_folder import explain_failed_writes
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write(temporary path)` make the file and put it in place of `path`. The suffix is kept."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Let `write(temporary path)` make the file and put it in place of `path`. The suffix is kept.
+
+    Raises CheckpointError where the disk is full or not writable.
+    """
     temporary = path.with_name(f".{path.stem}.part{path.suffix}")
-    write(temporary)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with explain_failed_writes(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def remove_parts(out: Path) -> None:
+    """Remove what a killed run was writing under temporary names. For whoever holds the lock of the run."""
+    for folder in (out, out / "work", out / "work" / "data"):
+        for part in folder.glob(".*.part.*"):
+            part.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -44,7 +59,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Delete it to start this stage anew.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} should hold a JSON object, found {type(value).__name__}.")

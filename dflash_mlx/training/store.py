@@ -7,7 +7,9 @@ lowest number without one, so a shard that was deleted is written again.
 
 import hashlib
 import json
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,18 @@ from dflash_mlx.errors import CheckpointError
 from dflash_mlx.training.state import write_atomic
 
 GREEDY, LOOPED, CUT = 1, 2, 4
+# What reading a damaged shard may raise.
+_BROKEN = (
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+)
 
 
 @dataclass(frozen=True)
@@ -144,17 +158,23 @@ def read_shard(path: Path) -> tuple[list[Conversation], dict[str, Any]]:
             tokens, lengths, spans = file["tokens"], file["lengths"], file["spans"]
             span_counts, flags = file["span_counts"], file["flags"]
             meta = json.loads(file["meta"].tobytes())
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        return _conversations(tokens, lengths, spans, span_counts, flags), meta
+    except _BROKEN as error:
         raise CheckpointError(
             f"{path} is damaged: {error}. Delete it; the same command writes it again where the budget allows."
         ) from error
+
+
+def _conversations(
+    tokens: np.ndarray, lengths: np.ndarray, spans: np.ndarray, span_counts: np.ndarray, flags: np.ndarray
+) -> list[Conversation]:
     conversations = []
     at = span_at = 0
     for length, count, flag in zip(lengths.tolist(), span_counts.tolist(), flags.tolist(), strict=True):
         pairs = tuple((int(a), int(b)) for a, b in spans[span_at : span_at + count])
         conversations.append(Conversation(tokens[at : at + length], pairs, flag))
         at, span_at = at + length, span_at + count
-    return conversations, meta
+    return conversations
 
 
 def _hash(tokens: np.ndarray) -> int:

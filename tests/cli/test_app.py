@@ -117,3 +117,13 @@ def test_completion_script():
         text=True,
     )
     assert found.stdout.split() == ["generate"]
+
+
+def test_ctrl_c_while_options_are_read_is_one_line(run, monkeypatch):
+    def interrupted(self, ctx, args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app.TyperGroup, "parse_args", interrupted)
+    code, out, err = run("models")
+    assert (code, out) == (app.INTERRUPTED, "")
+    assert err.strip() == "stopped."

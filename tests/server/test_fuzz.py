@@ -5,14 +5,14 @@ FUZZ_EXAMPLES=5000 in the environment tries that many of each instead of the usu
 
 import copy
 import json
-import os
 import socket
 from typing import Any
 
 import httpx
 import pytest
 from fakes import running
-from hypothesis import HealthCheck, given, settings
+from fuzzing import NUMBERS, fuzz, paths_in
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_pair import make_templated_pair
 
@@ -20,14 +20,7 @@ from dflash_mlx.server.parameters import Defaults
 from dflash_mlx.server.service import Limits
 from dflash_mlx.server.worker import Worker
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
-FUZZ = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=EXAMPLES < 1000,
-    print_blob=True,
-)
+FUZZ = fuzz(150)
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -139,7 +132,6 @@ BODIES = [
     ("/v1/responses", RESPONSE),
     ("/v1/responses", {"input": "hi", "max_output_tokens": 3}),
 ]
-NUMBERS = st.sampled_from([0, 1, -1, 2, 5, 1.5, -0.0, 1e-300, 1e-9, 1e300, 2**31, 2**63, 2**64, 10**30, float("nan")])
 WORDS = st.sampled_from(
     ["", "a", "auto", "none", "user", "assistant", "text", "function", "type", "object", "$ref", "\ud800", "\0"]
 )
@@ -165,11 +157,6 @@ def server():
 def client(server):
     with httpx.Client(base_url=server.url, timeout=30) as found:
         yield found
-
-
-def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(deeper for key, child in inner for deeper in paths_in(child, (*path, key)))]
 
 
 @st.composite

@@ -119,9 +119,11 @@ def test_what_a_kill_leaves_behind_is_not_mistaken_for_data(target_folder, whole
     # A shard of which only a part was written, before it was put in place.
     (folder / ".shard-000000.part.npz").write_bytes(b"PK\x03\x04 half")
     (folder.parent / ".state.part.safetensors").write_bytes(b"half")
+    (folder.parent / ".measured.part.json").write_bytes(b"half")
     options = values(target_folder, tmp_path / "out", steps=3, measure=0)
     assert run(TrainOptions(**options), quiet=True).stage == "done"
     assert conversations(tmp_path / "out") == conversations(whole[0])
+    assert not list((tmp_path / "out").rglob(".*.part.*"))
 
 
 @pytest.mark.parametrize("lost", ["first", "last"])

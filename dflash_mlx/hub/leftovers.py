@@ -1,0 +1,45 @@
+"""Temporary files and folders beside their final place: whoever makes one holds it, and the next run removes those of
+processes that were killed."""
+
+import contextlib
+import fcntl
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def temporary_prefix(path: Path) -> str:
+    """What the names of temporary files and folders for `path` begin with."""
+    return f".{path.name}.making-"
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[bool]:
+    """Hold a temporary file or folder; the system lets go of it when this process ends, however it ends.
+
+    Gives False where another process holds it, or where the disk has no locks.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            holds = True
+        except OSError:
+            holds = False
+        yield holds
+    finally:
+        os.close(handle)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed processes left beside `path`. What another process holds stays, and what cannot be removed."""
+    for leftover in path.parent.glob(f"{glob.escape(temporary_prefix(path))}*"):
+        with contextlib.suppress(OSError), held(leftover) as abandoned:
+            if not abandoned:
+                continue
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
