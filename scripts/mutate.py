@@ -49,7 +49,7 @@ class Result:
 
 def main() -> int:
     options = read_options()
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     modules = choose_modules(options, settings["mutmut"]["only_mutate"])
     if not modules:
         print("no module that is mutated differs")
@@ -140,7 +140,7 @@ def copy_tree(folder: Path, module: str, tests: list[str]) -> None:
     no_caches = shutil.ignore_patterns("__pycache__")
     for name in (PACKAGE, "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=no_caches)
-    settings = (ROOT / "pyproject.toml").read_text()
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     before, after = settings.split("only_mutate = [", 1)
     own = f"only_mutate = {json.dumps([module])}\npytest_add_cli_args_test_selection = {json.dumps(tests)}"
     (folder / "pyproject.toml").write_text(before + own + after.split("]", 1)[1])
@@ -157,7 +157,7 @@ def exit_codes(folder: Path, module: str) -> dict[str, int | None]:
     notes = folder / "mutants" / f"{module}.meta"
     if not notes.is_file():
         raise SystemExit(f"error: mutmut made no mutants of {module}; look at it in {folder}: python -m mutmut run")
-    read: dict[str, Any] = json.loads(notes.read_text())
+    read: dict[str, Any] = json.loads(notes.read_text(encoding="utf-8"))
     codes: dict[str, int | None] = read["exit_code_by_key"]
     return codes
 
