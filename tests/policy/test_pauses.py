@@ -89,7 +89,7 @@ def test_after_a_good_stretch_as_much_may_be_lost_as_at_first(plain):
         ([(1, 1.145)], True),
         # 1 and 5 in turn, a variance of 4 about 3: the doubt is 1.5 * sqrt(20 * (20 * 4 + 4) / 24) / 20 = 0.63 tokens.
         ([(1, 3.4), (5, 3.4)], False),
-        ([(1, 4), (5, 4)], True),
+        ([(1, 3.75), (5, 3.75)], True),
     ],
 )
 def test_a_loss_that_could_be_chance_is_no_reason_to_pause(rounds, stops, plain):
