@@ -1,16 +1,18 @@
 """The parts of a round on small arrays, worked out by hand: which drafts are judged, by which rules, after what."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from tiny import tiny_target
 
-from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.accept import Coupled, Greedy
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.steps import Drafts, accept, block_of, candidates_of, process_rows
+from dflash_mlx.decoding.steps import Drafts, accept, block_of, candidates_of, consider, process_rows, propose
 from dflash_mlx.decoding.tree import Candidates, DraftTree, Ranking, grow
-from dflash_mlx.drafters.contract import Proposal
+from dflash_mlx.drafters.contract import DraftVocabulary, Proposal
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
 
@@ -187,3 +189,74 @@ def test_a_trees_kept_path_brings_its_features_and_logprobs():
     assert len(verdict.read_logprobs(0)) == 3
     plain = accept([make_lane()], tree, logits, None, **options)
     assert (plain.features, plain.logprobs) == (None, {})
+
+
+# A drafter's own vocabulary, out of order, and its logits for two lanes and three places.
+OWN = DraftVocabulary(mx.array([40, 10, 30, 20]), 50)
+LOGITS = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+vocabularies = pytest.mark.parametrize("vocabulary", [None, OWN], ids=["whole vocabulary", "own vocabulary"])
+
+
+def ids_of(columns, vocabulary):
+    return columns if vocabulary is None else np.array(OWN.token_ids)[columns]
+
+
+class FakeState:
+    """A drafter that gives these logits; `propose` notes what it is asked, and drafts the lane's row of 7s."""
+
+    def __init__(self, vocabulary, supports_trees=True):
+        self.vocabulary, self.supports_trees, self.asked = vocabulary, supports_trees, []
+
+    def draft(self, anchors, at, places, *, room):
+        self.asked.append((anchors.tolist(), at.tolist(), places, room))
+        return SimpleNamespace(logits=mx.array(LOGITS[:, :places]))
+
+    def propose(self, strategy, draft, row, anchor, position):
+        self.asked.append((type(strategy), row, anchor.tolist(), position.item()))
+        return Proposal(mx.full((3,), 7 + row), draft.logits[row])
+
+
+def proposed(lanes, state):
+    return propose(lanes, state, 3, anchors=mx.array([5, 6]), at=mx.array([11, 22]), room=99)
+
+
+@vocabularies
+def test_plain_lanes_draft_the_best_tokens_together(vocabulary):
+    state = FakeState(vocabulary)
+    drafts = proposed([make_lane(), None], state)
+    assert state.asked == [([5, 6], [11, 22], 3, 99)]
+    assert drafts.tokens.tolist() == ids_of(LOGITS.argmax(axis=-1), vocabulary).tolist()
+    assert drafts.proposals is None
+    assert (np.array(drafts.logits) == LOGITS).all()
+
+
+@pytest.mark.parametrize("supports_trees", [True, False])
+def test_other_lanes_draft_by_their_own_strategies(supports_trees):
+    """A drafter that chooses each token by the one before is asked lane by lane, too."""
+    state = FakeState(None, supports_trees)
+    lane = make_lane(strategy=Coupled(SamplingParams(temperature=1.0), seed=1)) if supports_trees else make_lane()
+    drafts = proposed([lane, None], state)
+    assert state.asked[1:] == [(type(lane.strategy), 0, [5], 12), (Greedy, 1, [6], 23)]
+    assert drafts.tokens.tolist() == [[7] * 3, [8] * 3]
+    assert len(drafts.proposals) == 2
+
+
+@vocabularies
+def test_a_chains_chances_are_those_of_its_best_tokens(vocabulary):
+    drafts = Drafts(mx.zeros((2, 3)), mx.array(LOGITS))
+    found = consider([None, None], FakeState(vocabulary), drafts, mx.array([1, 1]), branches=False).read()
+    assert found.token_ids.tolist() == ids_of(LOGITS.argmax(axis=-1), vocabulary).reshape(6, 1).tolist()
+    chances = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(np.exp(found.log_probs), chances.max(axis=-1).reshape(6, 1), rtol=1e-5)
+
+
+@vocabularies
+@pytest.mark.parametrize("strategy", [Greedy(), Coupled(SamplingParams(temperature=1.0), seed=1)])
+def test_a_tree_grows_by_what_the_target_would_prefer(strategy, vocabulary):
+    """With the noise of the positions after the anchor's, where tokens are drawn."""
+    drafts = Drafts(mx.zeros((1, 3)), mx.array(LOGITS[:1]))
+    lane = make_lane(strategy=strategy)
+    found = consider([lane], FakeState(vocabulary), drafts, mx.array([11]), branches=True).read()
+    scores = np.array(strategy.preferences(mx.array(LOGITS[0]), 12, vocabulary))
+    assert found.token_ids.tolist() == ids_of(np.argsort(-scores, axis=1), vocabulary).tolist()
+    assert found.token_ids.shape == (3, 4)
