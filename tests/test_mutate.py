@@ -29,7 +29,10 @@ def test_every_module_that_is_mutated_has_tests(settings):
     for module in modules:
         tests = mutate.tests_of(module, settings["dflash-mlx"]["mutation-tests"])
         assert tests, module
-        assert all((ROOT / test.partition("::")[0]).exists() for test in tests), module
+        for test in tests:
+            path, _, name = test.partition("::")
+            assert (ROOT / path).exists(), test
+            assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
 
 
 def test_the_table_names_modules_that_exist(settings):
