@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -266,6 +267,32 @@ def test_schemas_that_cannot_be_used_are_refused(pair, schema, message):
     with pytest.raises(UsageError, match=message) as refusal:
         json_constraint(pair, schema)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_schema_that_is_no_json_is_refused_with_its_reason(pair):
+    with pytest.raises(UsageError, match="schema cannot be used: Object of type set is not JSON serializable"):
+        json_constraint(pair, {"const": {1, 2}})
+
+
+def test_without_a_schema_it_is_an_object_of_any_kind(pair):
+    """No other value; and no model loses its way in whitespace, of which 32 characters may follow one another."""
+    guide = json_constraint(pair, None).start()
+    first = mask_rows(mx.zeros((1, pair.vocab_size)), guide.allowed([])[1])
+    starts = {pair.tokenizer.decode([int(token)]) for token in np.flatnonzero(np.isfinite(np.array(first)[0]))}
+    assert {text.lstrip()[:1] for text in starts} - {""} == {"{"}
+    guide.advance(pair.tokenizer.encode("{"))
+    assert guide.allowed(pair.tokenizer.encode(" ") * 50)[0] == 32
+
+
+def test_an_answer_ends_with_any_of_the_pairs_own_tokens_for_it():
+    """Also where the tokenizer names another one."""
+    tokenizer = json_pair().tokenizer
+    ends = {tokenizer.encode(text)[0] for text in ("\x01", "\x02")}
+    own = SimpleNamespace(tokenizer=tokenizer, vocab_size=len(tokenizer.get_vocab()) + 5, eos_ids=ends)
+    guide = json_constraint(own, {"const": 12}).start()
+    guide.advance(tokenizer.encode("12"))
+    only_end = mask_rows(mx.zeros((1, own.vocab_size)), guide.allowed([])[1])
+    assert set(np.flatnonzero(np.isfinite(np.array(only_end)[0])).tolist()) == own.eos_ids
 
 
 def test_a_tokenizer_of_another_kind_is_refused():

@@ -156,7 +156,9 @@ def test_each_lane_is_judged_by_its_own_rules():
     assert found[5] == (2, [1, 2, 4])  # the constraint comes last
     assert set(verdict.logprobs) == {4, 5}
     assert verdict.read_logprobs(0) == []
-    assert len(verdict.read_logprobs(4)) == 2
+    told = verdict.read_logprobs(4)
+    assert [(one.token_id, len(one.top), one.top[0][0]) for one in told] == [(1, 2, 1), (2, 2, 2)]
+    assert [one.top for one in verdict.read_logprobs(5)] == [()] * 3
     assert len(verdict.arrays) == 3
 
 
@@ -169,6 +171,8 @@ def test_lanes_that_are_plain_are_judged_together():
     )
     assert [(r.num_accepted, r.tokens) for r in verdict.outcome.read()] == [(2, [1, 2, 3]), (1, [1, 2])]
     assert verdict.features is features
+    left = accept([None, make_lane()], None, logits[:, :1], None, **options)
+    assert [(r.num_accepted, r.tokens) for r in left.outcome.read()] == [(0, [1]), (0, [1])]
     alone = accept([make_lane(), make_lane()], None, logits[:, :1], None, **options)
     assert [(r.num_accepted, r.tokens) for r in alone.outcome.read()] == [(0, [1]), (0, [1])]
     mixed = accept([make_lane(), make_lane(top_logprobs=0)], None, logits[:, :1], None, **options)
