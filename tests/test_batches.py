@@ -4,6 +4,7 @@ Random cases over the families that batch, drafters (random, hostile, perfect), 
 lanes that join and leave in mid-answer, stops inside a round, and conversations that go on afterwards.
 """
 
+import os
 import random
 from collections.abc import Sequence
 
@@ -21,12 +22,13 @@ from dflash_mlx.decoding.constraint import json_constraint
 from dflash_mlx.decoding.engine import Engine, decode, prefill
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session, common_prefix
+from dflash_mlx.drafters import dflash_state
 from dflash_mlx.policy.group import FixedGroup
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
 
 CHUNK, WIDTH = 16, 5
-CASES, FEW = 22, 4
+CASES, FEW = int(os.environ.get("LOSSLESS_CASES", "22")), 4
 
 
 class RandomGroup:
@@ -130,12 +132,17 @@ def check_books(asked):
 @pytest.mark.parametrize(
     "seed", [*range(FEW), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FEW, CASES))]
 )
-def test_each_lane_answers_as_if_alone(target, seed, monkeypatch):
+def test_each_lane_answers_as_if_alone(target, seed, monkeypatch, request):
     rng = random.Random(seed)
+    if seed % 8 == FEW:
+        # As on a GPU, where passes are replayed. Drafters that read on the host cannot be.
+        target.set_replays(True)
+        request.addfinalizer(lambda: target.set_replays(False))
+        monkeypatch.setattr(dflash_state, "replayed", lambda body, on: body)
     if rng.random() < 0.3:
         # As on CUDA, where rows without a lane stay for a while.
         monkeypatch.setattr(batch, "rows_for", lambda lanes: -(-lanes // 4) * 4 if lanes > 1 else lanes)
-    asked = [Asked(target, rng) for _ in range(rng.choice([2, 3, 4, 8]))]
+    asked = [Asked(target, rng) for _ in range(rng.choice([2, 3, 4, 8] if seed < FEW else [2, 3, 5, 8, 16]))]
     share = rng.choice([0.0, 0.3, 1.0])
     texts = [a.prompt + a.expected for a in asked]
     config = tiny_drafter(block_size=WIDTH + 1, taps=rng.choice([(0, 2), (1,)])).config

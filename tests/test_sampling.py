@@ -21,7 +21,7 @@ from dflash_mlx.decoding.tree import DraftTree, grow
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import UsageError
 from dflash_mlx.policy.width import FixedWidth
-from dflash_mlx.sampling import SamplingParams, sampling_scores
+from dflash_mlx.sampling import SamplingParams, best_columns, sampling_scores
 
 VOCAB, PROMPT = 5, [1, 4, 2]
 FEW, MANY = 1200, 5000  # answers of a test; the few notice a gross error, and take a quarter of the time
@@ -281,6 +281,77 @@ def test_filters_are_applied_in_float32():
 def test_values_out_of_range_are_refused_by_name(field, value):
     with pytest.raises(UsageError, match=field):
         SamplingParams(**{field: value})
+
+
+def test_a_refusal_says_what_is_expected_and_what_was_found():
+    found = {}
+    for field, value in {
+        "max_tokens": 0,
+        "temperature": -0.5,
+        "top_p": 0.0,
+        "top_k": -1,
+        "min_p": 1.5,
+        "repetition_penalty": 0.0,
+        "stop": ("a", ""),
+        "top_logprobs": 21,
+        "seed": -1,
+    }.items():
+        with pytest.raises(UsageError) as refused:
+            SamplingParams(**{field: value})
+        found[field] = str(refused.value)
+    assert found == {
+        "max_tokens": "max_tokens should be a whole number of at least 1; got 0.",
+        "temperature": "temperature should be a number of at least 0; got -0.5.",
+        "top_p": "top_p should be above 0 and at most 1; got 0.0.",
+        "top_k": "top_k should be 0 (off) or a positive whole number; got -1.",
+        "min_p": "min_p should be from 0 to 1; got 1.5.",
+        "repetition_penalty": "repetition_penalty should be above 0 (1 is off); got 0.0.",
+        "stop": "stop should be strings that are not empty; got ('a', '').",
+        "top_logprobs": "top_logprobs should be from 0 to 20; got 21.",
+        "seed": "seed should be a whole number from 0 to 4294967295; got -1.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("max_tokens", (1,)),
+        ("temperature", (0, 0.01)),
+        ("top_p", (0.01, 1)),
+        ("top_k", (0, 1)),
+        ("min_p", (0, 1)),
+        ("seed", (0, 2**32 - 1, None)),
+        ("top_logprobs", (0, 20, None)),
+        ("repetition_penalty", (0.01, 1)),
+        ("stop", ((), ("a",))),
+    ],
+)
+def test_values_at_the_ends_of_a_range_are_taken(field, values):
+    for value in values:
+        assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_one_stop_string_is_a_list_of_one():
+    assert SamplingParams(stop="END").stop == ("END",)
+
+
+def test_without_penalties_and_bias_there_is_nothing_to_process():
+    assert SamplingParams().logits_processors() == []
+    assert len(SamplingParams(logit_bias={1: 2.0}, repetition_penalty=0.5).logits_processors()) == 2
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("width", [3, 24, 25, 29, 64, 400])
+def test_the_best_columns_hold_the_largest_values(width, dtype):
+    """Rows shorter than the chunks that are looked through, longer, and with an incomplete last chunk."""
+    rng = np.random.default_rng(width)
+    for _ in range(10):
+        rows = np.stack([rng.permutation(width) - width // 2 for _ in range(3)])  # no two alike, some negative
+        columns = np.array(best_columns(mx.array(rows).astype(dtype), 3, chunk=4))
+        found = np.sort(np.take_along_axis(rows, columns.astype(np.int64), axis=1), axis=1)
+        if dtype == mx.float32 or width < 256:  # wider ones have ties in bfloat16
+            assert (found == np.sort(rows, axis=1)[:, -3:]).all()
+        assert all(len(set(row)) == 3 for row in columns.tolist())
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import random
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
-from dflash_mlx.caches.trimming import can_trim, fill_window, held, leaves, newest, trim
+from dflash_mlx.caches.trimming import can_trim, fill_window, held, is_trimmed, leaves, newest, trim
 
 WINDOW = 8
 
@@ -83,6 +83,23 @@ def test_a_filler_is_not_counted():
     assert newest(cache, cache.keys).reshape(-1).tolist() == window_of(20)
     # What was a filler's place now holds a position, which can be taken back out.
     assert can_trim(cache, 1)
+
+
+@pytest.mark.parametrize("length", [3, WINDOW - 1, WINDOW, 20])
+def test_only_a_window_one_key_short_is_filled(length):
+    """A filler costs a copy of the window, so there is none where nothing would be overwritten."""
+    for count in range(1, 4):
+        cache = RotatingKVCache(max_size=WINDOW)
+        feed(cache, 0, length)
+        trim(cache, count)
+        short = held(cache) == WINDOW - 1 and length - count > WINDOW - 1
+        assert cache.keys is None or cache.keys.shape[2] == held(cache) + short
+
+
+def test_only_what_keeps_positions_is_trimmed():
+    windows = RotatingKVCache(max_size=WINDOW), RotatingKVCache(max_size=WINDOW, keep=4)
+    caches = [KVCache(), ChunkedKVCache(WINDOW), *windows, ArraysCache(2)]
+    assert [is_trimmed(cache) for cache in caches] == [True, True, True, False, False]
 
 
 def test_an_empty_window_is_as_new():

@@ -9,8 +9,10 @@ import pytest
 from test_sampling import chi_square_p
 from tiny import read
 
-from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, reject
-from dflash_mlx.sampling import SamplingParams
+from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, Greedy, Outcome, Rejection, for_trees, judge, reject
+from dflash_mlx.decoding.tree import Candidates, DraftTree, grow
+from dflash_mlx.drafters.contract import Proposal
+from dflash_mlx.sampling import SamplingParams, sampling_scores
 
 # What a drafter says of three places, and what the target says of them and of the one after: very different.
 DRAFT = mx.array([[0.7, 0.2, 0.1, 0.0], [0.1, 0.1, 0.2, 0.6], [0.05, 0.8, 0.1, 0.05]])
@@ -52,3 +54,117 @@ def test_coupled_drafts_from_the_targets_own_logits_are_all_kept(position, token
         proposal = strategy.propose(drafted, position, vocabulary)
         outcome = strategy.accept(proposal, logits, position)
         assert read(outcome).num_accepted == 5
+
+
+OWN = DraftVocabulary(mx.array([5, 2, 7]), 9)
+SOME = [[0.1, 2.0, 0.3], [1.0, 0.5, 3.0]]
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9)
+
+
+def test_greedy_drafts_are_the_drafters_best_tokens():
+    logits = mx.array(SOME)
+    for vocabulary, tokens in ((None, [1, 2]), (OWN, [2, 7])):
+        proposal = Greedy().propose(logits, 3, vocabulary)
+        assert proposal.tokens.tolist() == tokens
+        assert proposal.logits is logits
+
+
+@pytest.mark.parametrize("vocabulary", [None, OWN], ids=["whole vocabulary", "own vocabulary"])
+def test_sampled_drafts_are_drawn_from_what_they_say_they_are(vocabulary):
+    """Many rows of the same logits: counts of the tokens, and the distribution that comes with them."""
+    runs = 3000
+    logits = mx.broadcast_to(mx.array(SOME[0]), (runs, 3))
+    proposal = Rejection(SAMPLED, seed=3).propose(logits, 0, vocabulary)
+    assert proposal.logits is logits
+    probs = mx.softmax(sampling_scores(logits[:1], SAMPLED))[0].tolist()
+    ids = OWN.token_ids.tolist() if vocabulary else range(3)
+    expected = dict(zip(ids, probs, strict=True))
+    assert proposal.probs.shape == (runs, 9 if vocabulary else 3)
+    for token, probability in enumerate(proposal.probs[-1].tolist()):
+        assert probability == pytest.approx(expected.get(token, 0.0), abs=1e-6)
+    assert chi_square_p(Counter(proposal.tokens.tolist()), expected, runs) > 1e-3
+
+
+def test_a_token_without_drafts_is_drawn_from_the_target():
+    runs = 3000
+    logits = mx.broadcast_to(mx.array(SOME[0]), (runs, 3))
+    outcome = Rejection(SAMPLED, seed=3).accept(None, logits, 0)
+    assert outcome.num_accepted.item() == 0
+    probs = mx.softmax(sampling_scores(logits[:1], SAMPLED))[0].tolist()
+    assert chi_square_p(Counter(outcome.tokens.tolist()), dict(enumerate(probs)), runs) > 1e-3
+
+
+def test_rejection_keeps_what_a_sure_target_would_draw():
+    """Two sure models that agree on the first two of three places."""
+
+    def sure(*tokens):
+        return 50.0 * mx.eye(6)[mx.array(tokens)]
+
+    strategy = Rejection(SamplingParams(temperature=1.0), seed=0)
+    proposal = strategy.propose(sure(4, 1, 3), 0)
+    assert proposal.tokens.tolist() == [4, 1, 3]
+    reading = read(strategy.accept(proposal, sure(4, 1, 2, 5), 0))
+    assert (reading.num_accepted, reading.tokens) == (2, [4, 1, 2])
+
+
+def test_each_draw_is_another_and_a_seed_repeats_them():
+    logits = mx.zeros((40, 100))
+    params = SamplingParams(temperature=1.0)
+
+    def draws(strategy):
+        return [strategy.accept(None, logits, 0).tokens.tolist() for _ in range(2)]
+
+    first, second = draws(Rejection(params, seed=4))
+    assert first != second
+    assert draws(Rejection(params, seed=4)) == [first, second]
+    assert draws(Rejection(params, seed=5)) != [first, second]
+    assert draws(Rejection(params)) != draws(Rejection(params))
+
+
+def test_where_rounding_leaves_nothing_over_the_target_draws():
+    """A draft distribution that is larger everywhere, far more than rounding makes it."""
+    target = mx.array([[0.0, 0.5, 0.5, 0.0]])
+    refused = Counter()
+    for key in mx.random.split(mx.random.key(0), 200):
+        reading = read(reject(mx.array([1]), 2 * target, mx.concatenate([target, target]), key))
+        if reading.num_accepted == 0:
+            refused[reading.tokens[0]] += 1
+    assert set(refused) == {1, 2}
+
+
+def test_outcomes_of_different_depths_are_read_as_each_alone():
+    rng = np.random.default_rng(0)
+    outcomes = []
+    for width in (0, 1, 2, 4):
+        logits = mx.array(rng.normal(size=(width + 1, 6)).astype(np.float32))
+        drafts = mx.argmax(logits[:width], axis=-1) if width else None
+        outcomes.append(Greedy().accept(Proposal(drafts, logits[:width]) if width else None, logits, 0))
+    together = Outcome.stack(outcomes, 4)
+    assert together.depth == 4
+    for outcome, found in zip(outcomes, together.read(), strict=True):
+        alone = read(outcome)
+        assert found == (outcome.depth, alone.tokens, alone.path)
+
+
+def test_trees_are_drawn_by_the_same_noise():
+    greedy, coupled = Greedy(), Coupled(SAMPLED, seed=3)
+    assert for_trees(greedy) is greedy
+    assert for_trees(coupled) is coupled
+    own = for_trees(Rejection(SAMPLED, seed=8))
+    assert isinstance(own, Coupled)
+    assert (own.params, own.seed) == (SAMPLED, 8)
+
+
+def test_a_tree_is_judged_by_the_noise_of_its_rows_positions():
+    """Rows at one depth have the same position, so each row's token is the one that plain decoding draws there."""
+    candidates = Candidates(np.array([[1, 2], [3, 4], [5, 6]]), np.log(np.array([[0.6, 0.4]] * 3)))
+    tree = DraftTree.of(list(grow(candidates)), candidates)
+    strategy, kept = Coupled(SamplingParams(temperature=1.0), seed=3), set()
+    for position in range(20, 60):
+        logits = mx.random.normal((tree.size + 1, 7), key=mx.random.key(position))
+        reading = read(judge(strategy, tree, logits, position))
+        kept.add(reading.num_accepted)
+        for row, token in zip(reading.path, reading.tokens, strict=True):
+            plain = strategy.accept(None, logits[row : row + 1], position + tree.depths[row])
+            assert token == plain.tokens.item()
+    assert {0, 1, 2} <= kept

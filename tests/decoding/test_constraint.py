@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +13,7 @@ from test_generation import make_pair
 from tiny import ScriptedDrafter, tiny_drafter
 
 from dflash_mlx.decoding.constraint import json_constraint, limit, mask_rows
+from dflash_mlx.drafters.contract import Proposal
 from dflash_mlx.errors import DFlashError, UsageError
 from dflash_mlx.generation import generate, stream_generate
 from dflash_mlx.sampling import SamplingParams
@@ -128,8 +130,6 @@ def _exact(pair, prompt, constraint):
 
 def test_drafts_off_course_are_cut(pair):
     """Greedy proposals lose what cannot be kept; those with probabilities keep the draft that will be refused."""
-    from dflash_mlx.decoding.accept import Proposal
-
     constraint = json_constraint(pair, {"const": {"ab": 12}})
     encode = lambda text: pair.tokenizer.encode(text)  # noqa: E731
     good, bad = encode('{"ab":12}'), encode('{"ab":1}')
@@ -147,6 +147,72 @@ def test_drafts_off_course_are_cut(pair):
         assert limit(guide, None, [])[0] is None
     only_end = mask_rows(mx.zeros((1, pair.target.vocab_size)), guide.allowed([])[1])
     assert set(np.flatnonzero(np.isfinite(np.array(only_end)[0])).tolist()) == pair.eos_ids
+
+
+class Course:
+    """Lets only 3, 4, 5, ... come; notes what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def allowed(self, drafts):
+        self.asked.append(drafts)
+        count = next((i for i, token in enumerate(drafts) if token != 3 + i), len(drafts))
+        return count, np.arange(len(drafts) + 1, dtype=np.uint32)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "greedy", "sampled"),
+    [([3, 4, 5], 3, 3), ([3, 4, 9], 2, 3), ([3, 9, 5], 1, 2), ([9, 4, 5], 0, 1)],
+)
+def test_a_proposal_is_cut_where_it_leaves_the_course(tokens, greedy, sampled):
+    """What is drawn keeps the first draft that is off course, to be refused; the best token need not be tried."""
+    logits = mx.zeros((3, 10))
+    for probs, kept in ((None, greedy), (logits, sampled)):
+        guide = Course()
+        cut, bits = limit(guide, Proposal(mx.array(tokens), logits, probs), [*tokens, 6, 7])
+        assert guide.asked == [tokens]
+        assert (cut.tokens.tolist() if kept else cut) == (tokens[:kept] or None)
+        assert bits.flatten().tolist() == list(range(kept + 1))
+
+
+def test_without_a_proposal_only_the_next_token_is_asked_for():
+    guide = Course()
+    cut, bits = limit(guide, None, [3, 4])
+    assert guide.asked == [[]]
+    assert cut is None
+    assert bits.shape == (1, 1)
+
+
+def test_a_mask_leaves_the_logits_of_what_may_come():
+    """A vocabulary of two words and a part, each word's ends among what may come."""
+    allowed = [{0, 31, 32, 69}, set(), set(range(70))]
+    bits = np.zeros((3, 3), dtype=np.uint32)
+    for row, tokens in enumerate(allowed):
+        for token in tokens:
+            bits[row, token // 32] |= np.uint32(1 << token % 32)
+    logits = np.random.default_rng(0).normal(size=(3, 70)).astype(np.float32)
+    found = np.array(mask_rows(mx.array(logits), bits))
+    for row, tokens in enumerate(allowed):
+        for token in range(70):
+            assert found[row, token] == (logits[row, token] if token in tokens else -np.inf)
+
+
+def test_a_way_back_is_left_to_what_was_only_asked(pair):
+    """Asking what may come changes nothing, however far the drafts went."""
+    guide = json_constraint(pair, {"const": {"ab": 12}}).start()
+    good = pair.tokenizer.encode('{"ab":12}')
+    assert len(good) > 3
+    first = guide.allowed(good)
+    assert first[0] == len(good)
+    assert first[1].shape == (len(good) + 1, -(-pair.vocab_size // 32))
+    again = guide.allowed(good)
+    assert again[0] == first[0]
+    assert (again[1] == first[1]).all()
+    guide.advance(good[:1])
+    assert (guide.allowed(good[1:])[1] == first[1][1:]).all()
+    guide.advance([*good[1:], *pair.eos_ids])
+    guide.advance([65, 66])  # after the end nothing matters any more
 
 
 def test_drafts_behind_the_end_are_ignored(pair):
@@ -201,6 +267,32 @@ def test_schemas_that_cannot_be_used_are_refused(pair, schema, message):
     with pytest.raises(UsageError, match=message) as refusal:
         json_constraint(pair, schema)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_schema_that_is_no_json_is_refused_with_its_reason(pair):
+    with pytest.raises(UsageError, match="schema cannot be used: Object of type set is not JSON serializable"):
+        json_constraint(pair, {"const": {1, 2}})
+
+
+def test_without_a_schema_it_is_an_object_of_any_kind(pair):
+    """No other value; and no model loses its way in whitespace, of which 32 characters may follow one another."""
+    guide = json_constraint(pair, None).start()
+    first = mask_rows(mx.zeros((1, pair.vocab_size)), guide.allowed([])[1])
+    starts = {pair.tokenizer.decode([int(token)]) for token in np.flatnonzero(np.isfinite(np.array(first)[0]))}
+    assert {text.lstrip()[:1] for text in starts} - {""} == {"{"}
+    guide.advance(pair.tokenizer.encode("{"))
+    assert guide.allowed(pair.tokenizer.encode(" ") * 50)[0] == 32
+
+
+def test_an_answer_ends_with_any_of_the_pairs_own_tokens_for_it():
+    """Also where the tokenizer names another one."""
+    tokenizer = json_pair().tokenizer
+    ends = {tokenizer.encode(text)[0] for text in ("\x01", "\x02")}
+    own = SimpleNamespace(tokenizer=tokenizer, vocab_size=len(tokenizer.get_vocab()) + 5, eos_ids=ends)
+    guide = json_constraint(own, {"const": 12}).start()
+    guide.advance(tokenizer.encode("12"))
+    only_end = mask_rows(mx.zeros((1, own.vocab_size)), guide.allowed([])[1])
+    assert set(np.flatnonzero(np.isfinite(np.array(only_end)[0])).tolist()) == own.eos_ids
 
 
 def test_a_tokenizer_of_another_kind_is_refused():

@@ -29,6 +29,16 @@ def test_a_tree_counts_places_by_its_depth():
     assert list(acceptance.recent) == [(2, 1)]
 
 
+def test_rounds_that_end_alike_add_up():
+    acceptance = Acceptance()
+    for _ in range(3):
+        acceptance.record(width=0, depth=0, num_accepted=0, tokens=2)
+        acceptance.record(width=2, depth=2, num_accepted=1, tokens=2)
+    assert acceptance.single_steps == 6
+    assert acceptance.histogram == [0, 3]
+    assert acceptance.per_position == [1.0, 0.0]
+
+
 def test_nothing_recorded():
     assert Acceptance().mean_acceptance_length == 0.0
     assert Acceptance().acceptance_rate == 0.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.decoding.accept import Greedy, Outcome, judge
-from dflash_mlx.decoding.tree import Candidates, DraftTree, grow, rank, walk
+from dflash_mlx.decoding.tree import Candidates, DraftTree, Ranking, grow, rank, walk, wide_sizes
 
 
 def random_candidates(rng, places, branches, vocabulary=50):
@@ -62,6 +62,30 @@ def test_rows_follow_their_parents_and_the_likeliest_path_comes_first():
                 line.add(row)
             assert set(np.flatnonzero(tree.visible[max(line)])) == line
             assert tree.depths[max(line)] == len(line) - 1
+
+
+def test_a_tree_is_written_path_by_path_the_likeliest_first():
+    """Every draft that was grown is there once, and before its next sibling come all that continue it."""
+    for seed in range(20):
+        candidates = random_candidates(np.random.default_rng(seed), 3, 4)
+        nodes = list(itertools.islice(grow(candidates), 25))
+        tree = DraftTree.of(nodes, candidates)
+        grown: list[tuple[int, ...]] = []
+        for node in nodes:
+            grown.append((*(grown[node.parent] if node.parent is not None else ()), node.rank))
+        # In the order of a dictionary: a path before what continues it, and that before the next sibling.
+        in_order = sorted(grown)
+        assert tree.tokens.tolist() == [candidates.token_ids[len(path) - 1, path[-1]] for path in in_order]
+        rows = {(): 0, **{path: row for row, path in enumerate(in_order, 1)}}
+        assert tree.parents == tuple(rows[path[:-1]] for path in in_order)
+        assert tree.probabilities == pytest.approx(
+            [np.exp(candidates.log_probs[len(path) - 1, path[-1]]) for path in in_order]
+        )
+
+
+def test_wide_trees_have_about_twice_and_four_times_as_many_drafts():
+    """With the anchor, that fills blocks of twice and four times the rows of a chain's."""
+    assert [tuple((size + 1) / (places + 1) for size in wide_sizes(places)) for places in (3, 15)] == [(2, 4)] * 2
 
 
 def test_no_drafts_are_a_tree_too():
@@ -138,6 +162,18 @@ def test_candidates_are_the_likeliest_tokens(vocabulary):
     order = np.argsort(-logs, axis=1)[:, :8]
     assert (found.token_ids == (order if vocabulary is None else np.array(vocabulary)[order])).all()
     np.testing.assert_allclose(found.log_probs, np.take_along_axis(logs, order, axis=1), rtol=1e-5)
+
+
+def test_a_ranking_can_be_taken_apart_by_answers():
+    """Of three answers with two places each, those of the third and the first; and of those one place."""
+    ids = mx.arange(6 * 4, dtype=mx.uint32).reshape(6, 4)
+    log_probs = mx.broadcast_to(mx.array([-0.1, -0.2, -0.3, -0.4]), (6, 4))
+    taken = Ranking(ids, log_probs).take([2, 0], 3).read()
+    assert taken.token_ids.tolist() == [[16, 17, 18, 19], [20, 21, 22, 23], [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert taken.log_probs.shape == (4, 4)
+    short = taken.shortened(1)
+    assert short.token_ids.tolist() == [[16, 17, 18, 19]]
+    assert (short.depth, short.log_probs.shape) == (1, (1, 4))
 
 
 def test_removed_tokens_are_never_drafted():

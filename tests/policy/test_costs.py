@@ -1,5 +1,8 @@
 """Costs of a round: measured by real rounds, remembered on disk, and not when something disturbed them."""
 
+from itertools import accumulate, chain
+from types import SimpleNamespace
+
 import mlx.core as mx
 import pytest
 from tiny import tiny_drafter, tiny_target
@@ -107,3 +110,55 @@ def test_a_disturbed_measurement_is_repeated_and_not_remembered(trees, load, tmp
     assert not stored(tmp_path)
     assert load() == good
     assert len(stored(tmp_path)) == 1
+
+
+def test_a_measurement_is_of_the_pairs_own_block(load, monkeypatch):
+    good = PairCosts(RoundCosts({0: 1.0, 1: 1.1, 7: 1.2}, {1: 0.1}, steep=False))
+    asked = []
+    disturbed = PairCosts(RoundCosts({0: 9.0, 1: 1.1, 7: 1.2}, {1: 0.1}, steep=False))
+
+    def measure(target, drafter, *, block_size):
+        asked.append(block_size)
+        return disturbed if len(asked) == 1 else good
+
+    monkeypatch.setattr(costs, "measure", measure)
+    assert load() == good
+    assert asked == [8, 8]
+
+
+def clock(monkeypatch, spans):
+    """Have each two looks at the clock be so far apart."""
+    ticks = accumulate(chain.from_iterable((0.0, span) for span in spans))
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "timed"),
+    [
+        (1.0, 3),  # slow ones: three
+        (0.0625, 4),  # quick ones: until a fifth of a second is full
+        (0.001, 37),  # and 40 rounds in all at the most
+    ],
+)
+def test_as_many_rounds_are_timed_as_are_telling(seconds, timed, monkeypatch):
+    """The first three are slower and do not count."""
+    now, rounds = 0.0, 0
+
+    def decode(*_, **__):
+        nonlocal now, rounds
+        yield "the prompt's own step"
+        while True:
+            rounds += 1
+            now += seconds if rounds > 3 else 100.0
+            yield "a round"
+
+    monkeypatch.setattr(costs, "decode", decode)
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: now))
+    found = costs._round_seconds(tiny_target("llama"), tiny_drafter(), costs.FixedWidth(3))
+    assert found == pytest.approx(seconds)
+    assert rounds == 3 + timed
+
+
+def test_a_drafts_time_is_the_median_after_the_first(monkeypatch):
+    clock(monkeypatch, [50.0, 1.0, 4.0, 2.0])
+    assert costs._draft_seconds(tiny_target("llama"), tiny_drafter(), 3) == 2.0

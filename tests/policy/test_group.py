@@ -119,6 +119,24 @@ def test_costs_follow_the_machine():
     assert costs.round(8, 0) < 1.1 * truth.round(8, 0)
 
 
+@pytest.mark.parametrize(
+    ("verify", "draft", "pauses"),
+    [
+        (1.1, 0.1, False),
+        (3.0, 0.1, True),  # the pass over a draft takes as long as three plain rounds
+        (1.1, 2.0, True),  # all 15 places are drafted, whatever is verified of them
+    ],
+)
+def test_lanes_rest_where_rounds_gain_less_than_plain_ones(verify, draft, pauses):
+    """Half of the lanes keep the one draft that each verifies: 1.5 tokens a round."""
+    costs = GroupCosts({8: 1.0}, {16: verify, 128: 3 * verify}, {16: 0.01, 128: draft})
+    policy = GroupWidth(costs, PLACES)
+    for _ in range(40):
+        policy.observe(RoundReport(8, PLACES, 1, [(lane, lane % 2, range(1 + lane % 2)) for lane in range(8)], None))
+    assert (policy.pauses.resting > 0) == pauses
+    assert (policy.next_width(8) == 0) == pauses
+
+
 def test_good_drafts_of_a_machine_with_power_to_spare_are_wide():
     costs = flat()
     policy = GroupWidth(costs, PLACES)

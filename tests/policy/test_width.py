@@ -73,6 +73,12 @@ def test_costs_interpolate_and_count_unused_drafts():
     assert STEEP.round(0, drafted=1) == pytest.approx(50.0 + 12.0)
 
 
+def test_costs_outside_of_what_was_measured_stay_the_same():
+    costs = RoundCosts({0: 5.0, 3: 10.0, 7: 20.0}, {3: 1.0, 7: 2.0}, steep=True)
+    assert [costs.round(width) for width in (1, 2, 3, 5, 7, 15)] == [10.0, 10.0, 10.0, 15.0, 20.0, 20.0]
+    assert RoundCosts({0: 5.0, 3: 10.0}, {3: 1.0}, steep=True).round(1) == 10.0
+
+
 def test_costs_follow_the_machine():
     costs = copy(STEEP)
     for _ in range(200):
@@ -91,6 +97,12 @@ def test_estimate_is_exact_where_it_has_seen_much():
             accepted += 1
         estimate.observe(5, accepted)
     assert estimate.expected_tokens(3)[3] == pytest.approx(1 + 0.5 + 0.25 + 0.125, abs=0.35)
+
+
+def test_estimates_merge_by_how_often_each_position_was_tried():
+    """Tried twice and four times: the mean tries are three, of which those kept are the mean of 2 and 1."""
+    merged = AcceptanceEstimate([2.0, 2.0], [2.0, 0.0]).merged(AcceptanceEstimate([4.0], [1.0]))
+    assert (merged.tried, merged.kept) == ([3.0, 1.0], [1.5, 0.0])
 
 
 def widths_of(policy, costs, keeps, rounds):
@@ -129,6 +141,29 @@ def test_the_policy_suits_the_machine():
     assert trees.branches
     assert not policy_for(STEEP).branches
     assert isinstance(choose_policy(PairCosts(copy(FLAT), copy(TREES)), 15), TreesOrChains)
+
+
+def test_a_steady_width_takes_the_first_drafts():
+    policy = SteadyWidth(copy(FLAT), 15)
+    candidates = Candidates(np.arange(30).reshape(15, 2), np.log(np.array([[0.9, 0.1]] * 15)))
+    tree = policy.choose(candidates)
+    assert tree.tokens.tolist() == list(range(0, 2 * policy.width, 2))
+    assert tree.parents == tuple(range(policy.width))
+
+
+def test_a_choice_says_how_many_tokens_it_promises():
+    """The target's own, the first draft, and the second if the first is kept."""
+    policy = ConfidentWidth(RoundCosts({0: 1.0, 1: 1.0, 15: 1.0}, {1: 0.1, 15: 0.1}, steep=True), 15)
+    assert policy.choose(chain([0.9, 0.5])).size == 2
+    assert policy.expected == pytest.approx(1 + 0.9 + 0.9 * 0.5)
+
+
+def test_drafts_that_were_not_verified_are_no_change_of_the_machine():
+    policy = ConfidentWidth(copy(STEEP), 15)
+    for _ in range(50):
+        took = STEEP.round(1, drafted=15)
+        policy.observe(drafted=15, width=1, num_accepted=1, path=[0, 1], seconds=took)
+    assert policy.costs.round(7) == pytest.approx(STEEP.round(7))
 
 
 def test_a_fixed_tree_is_the_likeliest_of_its_size():

@@ -1,0 +1,266 @@
+"""The parts of a round on small arrays, worked out by hand: which drafts are judged, by which rules, after what."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny import tiny_target
+
+from dflash_mlx.decoding.accept import Coupled, Greedy
+from dflash_mlx.decoding.lane import Lane
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.steps import Drafts, accept, block_of, candidates_of, consider, process_rows, propose
+from dflash_mlx.decoding.tree import Candidates, DraftTree, Ranking, grow
+from dflash_mlx.drafters.contract import DraftVocabulary, Proposal
+from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.sampling import SamplingParams
+
+LANES, WIDTH, VOCAB = 3, 4, 6
+
+
+def make_drafts(**changes):
+    """Tokens 0 to 11; each logit says which lane and place it belongs to."""
+    tokens = mx.arange(LANES * WIDTH).reshape(LANES, WIDTH)
+    logits = mx.broadcast_to(tokens[..., None].astype(mx.float32), (LANES, WIDTH, VOCAB))
+    return Drafts(tokens, logits, **changes)
+
+
+def own_proposals():
+    """As drawn, other tokens than the best ones: 100 more."""
+    drafts = make_drafts()
+    return [Proposal(drafts.tokens[row] + 100, drafts.logits[row]) for row in range(LANES)]
+
+
+def parts(drafts):
+    return drafts.tokens.tolist(), drafts.logits[..., 0].tolist()
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_lanes_drafts_are_those_that_are_to_be_judged(drawn):
+    drafts = make_drafts(proposals=own_proposals() if drawn else None, limits={0: 2, 2: 0})
+    more = 100 if drawn else 0
+    first, second = drafts.of(0), drafts.of(1)
+    assert (first.tokens.tolist(), first.logits.shape) == ([0 + more, 1 + more], (2, VOCAB))
+    assert second.tokens.tolist() == [token + more for token in (4, 5, 6, 7)]
+    assert drafts.of(2) is None
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_drafts_are_cut_to_a_width(drawn):
+    drafts = make_drafts(proposals=own_proposals() if drawn else None)
+    assert drafts.shortened(WIDTH) is drafts
+    assert drafts.shortened(0) is None
+    short = drafts.shortened(1)
+    assert parts(short) == ([[0], [4], [8]], [[0.0], [4.0], [8.0]])
+    assert (short.proposals is not None) == drawn
+    assert short.of(1).tokens.tolist() == [104 if drawn else 4]
+
+
+def test_places_that_no_lane_is_to_be_judged_at_are_left_out():
+    narrow = make_drafts(limits={0: 2, 1: 3, 2: 0}).narrowed()
+    assert narrow.width == 3
+    assert [narrow.of(row) and narrow.of(row).width for row in range(LANES)] == [2, 3, None]
+    assert make_drafts(limits={0: 2, 1: 3}).narrowed().width == WIDTH  # the third lane has no limit
+    assert make_drafts(limits={0: 0, 1: 0, 2: 0}).narrowed() is None
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_some_lanes_drafts_can_be_taken(drawn):
+    ranking = Ranking(mx.arange(LANES * WIDTH)[:, None], mx.zeros((LANES * WIDTH, 1)))
+    drafts = make_drafts(proposals=own_proposals() if drawn else None, ranking=ranking)
+    assert drafts.take([0, 1, 2]) is drafts
+    taken = drafts.take([2, 0])
+    assert parts(taken) == ([[8, 9, 10, 11], [0, 1, 2, 3]], [[8.0, 9.0, 10.0, 11.0], [0.0, 1.0, 2.0, 3.0]])
+    assert taken.of(0).tokens.tolist() == [token + (100 if drawn else 0) for token in (8, 9, 10, 11)]
+    assert taken.ranking.token_ids.flatten().tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
+    assert make_drafts().take([1]).ranking is None
+    assert len(drafts.arrays) == 2
+    assert len(make_drafts().arrays) == 1
+
+
+def test_a_ranking_is_read_for_each_lane():
+    ids, chances = np.arange(12).reshape(6, 2), np.log(np.linspace(0.9, 0.1, 12).reshape(6, 2))
+    found = candidates_of(Ranking(mx.array(ids), mx.array(chances)), 3)
+    assert [lane.token_ids.tolist() for lane in found] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+    np.testing.assert_allclose(np.concatenate([lane.log_probs for lane in found]), chances, rtol=1e-5)
+
+
+def test_a_block_is_each_anchor_and_its_drafts():
+    anchors = mx.array([7, 8, 9])
+    assert block_of(anchors, None).tolist() == [[7], [8], [9]]
+    assert block_of(anchors, make_drafts()).tolist() == [[7, 0, 1, 2, 3], [8, 4, 5, 6, 7], [9, 8, 9, 10, 11]]
+    candidates = Candidates(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.6, 0.4], [0.9, 0.1]])))
+    tree = DraftTree.of(list(grow(candidates))[:3], candidates)
+    assert block_of(anchors[:1], tree).tolist() == [[7, *tree.tokens.tolist()]]
+    assert block_of(anchors, make_drafts()).dtype == mx.uint32
+
+
+def test_each_row_is_processed_with_what_comes_before_it():
+    seen = []
+
+    def note(before, row):
+        seen.append(before.tolist())
+        return row + len(before)
+
+    history, rows = mx.array([5, 6]), mx.zeros((3, VOCAB))
+    proposal = Proposal(mx.array([1, 2]), mx.zeros((2, VOCAB)))
+    found = process_rows(rows, proposal, history, [note, lambda before, row: 10 * row])
+    assert seen == [[5, 6], [5, 6, 1], [5, 6, 1, 2]]
+    assert found[:, 0].tolist() == [20, 30, 40]
+    assert process_rows(rows[:1], None, history, [note])[:, 0].tolist() == [2]
+
+
+def make_lane(**changes):
+    session = Session(tiny_target("llama"), None)
+    session.tokens = [0]
+    options = {"strategy": Greedy(), "policy": FixedWidth(2), "max_tokens": 6, "eos_ids": set(), **changes}
+    return Lane(session=session, prompt=[0, 3], **options)
+
+
+def words(*rows):
+    """Bits that let these tokens through, by row."""
+    return np.array([[sum(1 << token for token in row)] for row in rows], dtype=np.uint32)
+
+
+def test_each_lane_is_judged_by_its_own_rules():
+    """The target's best tokens after each of the rows are 1, 2 and 3, and 1 and 2 are drafted in all lanes."""
+    bias = SamplingParams(logit_bias={4: 100.0}).logits_processors()
+    lanes = [
+        make_lane(),
+        make_lane(processors=bias),
+        None,
+        make_lane(guide=object()),
+        make_lane(top_logprobs=2),
+        make_lane(guide=object(), processors=bias, top_logprobs=0),
+    ]
+    logits = mx.broadcast_to(10.0 * mx.eye(VOCAB)[mx.array([1, 2, 3])], (len(lanes), 3, VOCAB))
+    tokens = mx.broadcast_to(mx.array([1, 2]), (len(lanes), 2))
+    drafts = Drafts(tokens, logits[:, :2], limits={4: 1})
+    verdict = accept(
+        lanes,
+        drafts,
+        logits,
+        None,
+        at=mx.array([1] * len(lanes)),
+        histories={1: mx.array([0, 3]), 5: mx.array([0, 3])},
+        bits={3: words([1], [0, 5], [3]), 5: words([1], [2], [0, 4])},
+    )
+    found = [(reading.num_accepted, reading.tokens) for reading in verdict.outcome.read()]
+    assert found[0] == (2, [1, 2, 3])
+    assert found[1] == (0, [4])
+    assert found[2] == (2, [1, 2, 3])
+    assert found[3][0] == 1
+    assert found[3][1][-1] in (0, 5)
+    assert found[4] == (1, [1, 2])
+    assert found[5] == (2, [1, 2, 4])  # the constraint comes last
+    assert set(verdict.logprobs) == {4, 5}
+    assert verdict.read_logprobs(0) == []
+    told = verdict.read_logprobs(4)
+    assert [(one.token_id, len(one.top), one.top[0][0]) for one in told] == [(1, 2, 1), (2, 2, 2)]
+    assert [one.top for one in verdict.read_logprobs(5)] == [()] * 3
+    assert len(verdict.arrays) == 3
+
+
+def test_lanes_that_are_plain_are_judged_together():
+    logits = mx.broadcast_to(10.0 * mx.eye(VOCAB)[mx.array([1, 2, 3])], (2, 3, VOCAB))
+    options = {"at": mx.array([1, 1]), "histories": {}, "bits": {}}
+    features = mx.zeros((2, 3, 8))
+    verdict = accept(
+        [make_lane(), None], Drafts(mx.array([[1, 2], [1, 5]]), logits[:, :2]), logits, features, **options
+    )
+    assert [(r.num_accepted, r.tokens) for r in verdict.outcome.read()] == [(2, [1, 2, 3]), (1, [1, 2])]
+    assert verdict.features is features
+    left = accept([None, make_lane()], None, logits[:, :1], None, **options)
+    assert [(r.num_accepted, r.tokens) for r in left.outcome.read()] == [(0, [1]), (0, [1])]
+    alone = accept([make_lane(), make_lane()], None, logits[:, :1], None, **options)
+    assert [(r.num_accepted, r.tokens) for r in alone.outcome.read()] == [(0, [1]), (0, [1])]
+    mixed = accept([make_lane(), make_lane(top_logprobs=0)], None, logits[:, :1], None, **options)
+    assert [(r.num_accepted, r.tokens) for r in mixed.outcome.read()] == [(0, [1]), (0, [1])]
+    assert len(mixed.read_logprobs(1)) == 1
+
+
+def test_a_trees_kept_path_brings_its_features_and_logprobs():
+    """Rows 0 (the anchor), 1 and 2 (its children), 3 (the child of 2): the target goes to 2 and then to 3."""
+    tree = DraftTree(np.array([1, 2, 3], dtype=np.uint32), (0, 0, 2), (0.6, 0.4, 0.9))
+    logits = 10.0 * mx.eye(VOCAB)[mx.array([2, 5, 3, 4])][None]
+    features = mx.arange(4, dtype=mx.float32)[None, :, None]
+    options = {"at": mx.array([1]), "histories": {}, "bits": {}}
+    verdict = accept([make_lane(top_logprobs=1)], tree, logits, features, **options)
+    [reading] = verdict.outcome.read()
+    assert (reading.num_accepted, reading.tokens, reading.path) == (2, [2, 3, 4], [0, 2, 3])
+    assert verdict.features.flatten().tolist() == [0.0, 2.0, 3.0]
+    assert len(verdict.read_logprobs(0)) == 3
+    plain = accept([make_lane()], tree, logits, None, **options)
+    assert (plain.features, plain.logprobs) == (None, {})
+
+
+# A drafter's own vocabulary, out of order, and its logits for two lanes and three places.
+OWN = DraftVocabulary(mx.array([40, 10, 30, 20]), 50)
+LOGITS = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+vocabularies = pytest.mark.parametrize("vocabulary", [None, OWN], ids=["whole vocabulary", "own vocabulary"])
+
+
+def ids_of(columns, vocabulary):
+    return columns if vocabulary is None else np.array(OWN.token_ids)[columns]
+
+
+class FakeState:
+    """A drafter that gives these logits; `propose` notes what it is asked, and drafts the lane's row of 7s."""
+
+    def __init__(self, vocabulary, supports_trees=True):
+        self.vocabulary, self.supports_trees, self.asked = vocabulary, supports_trees, []
+
+    def draft(self, anchors, at, places, *, room):
+        self.asked.append((anchors.tolist(), at.tolist(), places, room))
+        return SimpleNamespace(logits=mx.array(LOGITS[:, :places]))
+
+    def propose(self, strategy, draft, row, anchor, position):
+        self.asked.append((type(strategy), row, anchor.tolist(), position.item()))
+        return Proposal(mx.full((3,), 7 + row), draft.logits[row])
+
+
+def proposed(lanes, state):
+    return propose(lanes, state, 3, anchors=mx.array([5, 6]), at=mx.array([11, 22]), room=99)
+
+
+@vocabularies
+def test_plain_lanes_draft_the_best_tokens_together(vocabulary):
+    state = FakeState(vocabulary)
+    drafts = proposed([make_lane(), None], state)
+    assert state.asked == [([5, 6], [11, 22], 3, 99)]
+    assert drafts.tokens.tolist() == ids_of(LOGITS.argmax(axis=-1), vocabulary).tolist()
+    assert drafts.proposals is None
+    assert (np.array(drafts.logits) == LOGITS).all()
+
+
+@pytest.mark.parametrize("supports_trees", [True, False])
+def test_other_lanes_draft_by_their_own_strategies(supports_trees):
+    """A drafter that chooses each token by the one before is asked lane by lane, too."""
+    state = FakeState(None, supports_trees)
+    lane = make_lane(strategy=Coupled(SamplingParams(temperature=1.0), seed=1)) if supports_trees else make_lane()
+    drafts = proposed([lane, None], state)
+    assert state.asked[1:] == [(type(lane.strategy), 0, [5], 12), (Greedy, 1, [6], 23)]
+    assert drafts.tokens.tolist() == [[7] * 3, [8] * 3]
+    assert len(drafts.proposals) == 2
+
+
+@vocabularies
+def test_a_chains_chances_are_those_of_its_best_tokens(vocabulary):
+    drafts = Drafts(mx.zeros((2, 3)), mx.array(LOGITS))
+    found = consider([None, None], FakeState(vocabulary), drafts, mx.array([1, 1]), branches=False).read()
+    assert found.token_ids.tolist() == ids_of(LOGITS.argmax(axis=-1), vocabulary).reshape(6, 1).tolist()
+    chances = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(np.exp(found.log_probs), chances.max(axis=-1).reshape(6, 1), rtol=1e-5)
+
+
+@vocabularies
+@pytest.mark.parametrize("strategy", [Greedy(), Coupled(SamplingParams(temperature=1.0), seed=1)])
+def test_a_tree_grows_by_what_the_target_would_prefer(strategy, vocabulary):
+    """With the noise of the positions after the anchor's, where tokens are drawn."""
+    drafts = Drafts(mx.zeros((1, 3)), mx.array(LOGITS[:1]))
+    lane = make_lane(strategy=strategy)
+    found = consider([lane], FakeState(vocabulary), drafts, mx.array([11]), branches=True).read()
+    scores = np.array(strategy.preferences(mx.array(LOGITS[0]), 12, vocabulary))
+    assert found.token_ids.tolist() == ids_of(np.argsort(-scores, axis=1), vocabulary).tolist()
+    assert found.token_ids.shape == (3, 4)

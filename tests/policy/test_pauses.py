@@ -1,0 +1,100 @@
+"""When drafting pauses, for how long, and what it says; with figures worked out by hand.
+
+Rounds are given in plain steps. How long a plain step takes must not matter; it takes a power of two here, so that a
+loss can meet its limit exactly.
+"""
+
+import pytest
+
+from dflash_mlx.policy.pauses import Pauses
+
+PLAIN = pytest.mark.parametrize("plain", [1 / 64, 64.0])
+
+
+def play(pauses: Pauses, rounds: list[tuple[float, float]], plain: float) -> int | None:
+    """Observe rounds of (tokens, plain steps) up to a pause; the number of rounds it came after."""
+    for i, (tokens, steps) in enumerate(rounds):
+        pauses.observe(tokens, steps * plain, plain)
+        if pauses.resting:
+            return i + 1
+    return None
+
+
+@PLAIN
+def test_nothing_is_known_at_first(plain):
+    pauses = Pauses()
+    assert (pauses.speed, pauses.notice, pauses.resting, pauses.take_rest()) == (0.0, None, 0, False)
+    pauses.observe(3, 2 * plain, plain)
+    assert pauses.speed * plain == pytest.approx(1.5)
+
+
+@PLAIN
+@pytest.mark.parametrize("gains", [0, 1])
+def test_five_plain_steps_may_be_lost_and_no_more(gains, plain):
+    """Each round loses 2.5 steps: two may, the third may not. A gain before them is not saved up."""
+    assert play(Pauses(), [(3, 1)] * gains + [(1, 3.5)] * 9, plain) == gains + 3
+
+
+@PLAIN
+def test_the_next_try_may_lose_half_as_much(plain):
+    """Each round loses 1.25 steps."""
+    pauses = Pauses()
+    play(pauses, [(1, 50)], plain)
+    while pauses.take_rest():
+        pass
+    assert play(pauses, [(1, 2.25)] * 9, plain) == 3
+
+
+@PLAIN
+def test_a_pause_says_how_long_and_why(plain):
+    pauses = Pauses()
+    play(pauses, [(1, 3.5)] * 9, plain)
+    assert pauses.notice == (
+        "drafting paused for 32 tokens: lately it was 0.29 times as fast as plain decoding"  # 1 / 3.5
+    )
+
+
+@PLAIN
+@pytest.mark.parametrize(
+    ("good", "next_pause"), [([(1.3, 1)] * 6, 32), ([(1.3, 1)] * 5, 128), ([(1.1, 1)] * 6, 128), ([], 128)]
+)
+def test_six_rounds_that_gain_a_fifth_make_the_next_pause_a_first_one(good, next_pause, plain):
+    pauses = Pauses()
+    play(pauses, [(1, 50)], plain)
+    assert pauses.resting == 32
+    while pauses.take_rest():
+        pass
+    assert play(pauses, [*good, (1, 50)], plain) == len(good) + 1
+    assert pauses.resting == next_pause
+
+
+@PLAIN
+def test_after_a_good_stretch_as_much_may_be_lost_as_at_first(plain):
+    pauses = Pauses()
+    play(pauses, [(1, 50)], plain)
+    while pauses.take_rest():
+        pass
+    assert play(pauses, [(1.3, 1)] * 6 + [(0, 5)] * 2, plain) == 8
+    pauses = Pauses()
+    assert play(pauses, [(1.3, 1)] * 6 + [(0, 5)] * 2, plain) == 8
+
+
+@PLAIN
+@pytest.mark.parametrize(
+    ("rounds", "stops"),
+    [
+        # Always the same: a memory of 20 rounds and 4 assumed ones of variance 1 leave 1.5 * sqrt(20 * 4 / 24) / 20 =
+        # 0.137 tokens of doubt.
+        ([(1, 1.12)], False),
+        ([(1, 1.145)], True),
+        # 1 and 5 in turn, a variance of 4 about 3: the doubt is 1.5 * sqrt(20 * (20 * 4 + 4) / 24) / 20 = 0.63 tokens.
+        ([(1, 3.4), (5, 3.4)], False),
+        ([(1, 3.75), (5, 3.75)], True),
+    ],
+)
+def test_a_loss_that_could_be_chance_is_no_reason_to_pause(rounds, stops, plain):
+    # First as fast as plain decoding, for the memory to fill without a loss.
+    mean = sum(tokens for tokens, _ in rounds) / len(rounds)
+    pauses = Pauses()
+    assert play(pauses, [(tokens, mean) for tokens, _ in rounds] * 100, plain) is None
+    assert (play(pauses, rounds * 200, plain) is not None) == stops
