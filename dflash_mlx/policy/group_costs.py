@@ -104,7 +104,7 @@ def _draft(batch: Batch, rows: int) -> None:
 
 
 def _seconds(work: Callable[[Batch, int], None], batch: Batch, rows: int) -> float:
-    """The median of a few runs, after one to warm up; more of them where they are quick, since a GPU stalls at first."""
+    """The median of a few runs, after one to warm up; of more where they are quick, since GPUs stall at first."""
     work(batch, rows)
     times: list[float] = []
     while len(times) < _TIMED and (len(times) < 2 or len(times) * min(times) < _SECONDS_A_POINT):
