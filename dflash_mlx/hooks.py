@@ -6,6 +6,8 @@ nothing is left behind afterwards, also after an error. So one loaded model serv
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import mlx.nn as nn
@@ -34,3 +36,21 @@ def subclassed(
             module.__class__ = kind
             for name in notes or {}:
                 module.__dict__.pop(name, None)
+
+
+def means(kind: type[nn.Module], name: str, *functions: Callable[..., Any]) -> bool:
+    """Whether the code of a class's `__call__` uses a global name that means one of these functions."""
+    call = kind.__call__
+    return isinstance(call, FunctionType) and name in call.__code__.co_names and call.__globals__.get(name) in functions
+
+
+@cache
+def renamed(kind: type[nn.Module], name: str, function: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass with the same code, in which a global name means another function."""
+    call = kind.__call__
+    assert isinstance(call, FunctionType)
+    own = FunctionType(
+        call.__code__, {**call.__globals__, name: function}, call.__name__, call.__defaults__, call.__closure__
+    )
+    own.__kwdefaults__ = call.__kwdefaults__
+    return type(f"Renamed{kind.__name__}", (kind,), {"__call__": own})

@@ -44,7 +44,8 @@ class Replayed:
         assert self._form is not None
         form = self._form
         form.put_arrays(arrays)
-        form.lengths.value, form.lengths.capacity = lengths, int(arrays[0].shape[2])
+        form.lengths.value = lengths
+        form.lengths.capacity = form.lengths.seen = int(arrays[0].shape[2])
         outputs = list(self._body(form, *inputs))
         return outputs, form.take_arrays()
 

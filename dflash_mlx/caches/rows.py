@@ -17,8 +17,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from dflash_mlx.caches.trimming import fill_window, held, leaves, newest
+from dflash_mlx.runtime import backend
 
 _STEP = 256
+# And how many of them are looked at grows in smaller steps.
+_SEEN_STEP = 32
 # Positions that a window keeps beyond those it needs, so that a conversation can go back a little.
 _SPARE = 32
 # Bytes of a layer's keys from which rows are put together layer by layer.
@@ -28,12 +31,14 @@ _LARGE = 2**24
 class RowLengths:
     """How many positions of each of B rows count, `value` (B,) int32 on the device, and the room that rows have.
 
-    While the rows of a tree are fed, `tree` holds their positions (R,), the mask (R, capacity) and the position that
-    each place in the buffers has then (capacity,); B is 1.
+    While the rows of a tree are fed, `tree` holds their positions (R,), the mask (R, seen) and the position that each
+    place in the buffers has then (seen,); B is 1.
     """
 
     def __init__(self, value: mx.array, capacity: int) -> None:
         self.capacity, self.value = capacity, value
+        # How many positions of the buffers are looked at; no row has more.
+        self.seen = capacity
         self.tree: tuple[mx.array, mx.array, mx.array] | None = None
         self._index: tuple[mx.array, int, mx.array] | None = None
 
@@ -53,11 +58,11 @@ class RowLengths:
         return self._index[2]
 
     def mask(self, count: int, window: int | None) -> mx.array:
-        """Which positions each of the next `count` tokens may see: boolean, (B, 1, count, capacity)."""
+        """Which positions each of the next `count` tokens may see: boolean, (B, 1, count, seen)."""
         if self.tree is not None:
             own, mask, positions = self.tree[0][:, None], self.tree[1][None, None], self.tree[2]
         else:
-            positions = mx.arange(self.capacity)
+            positions = mx.arange(self.seen)
             own = self.value[:, None, None, None] + mx.arange(count)[:, None]
             mask = positions <= own
         return mask if window is None else mask & (own < positions + window)
@@ -78,12 +83,12 @@ class RowKVCache:
         return self.lengths.positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the next L tokens of each row, (B, heads, L, head_dim); returns all positions.
+        """Write the next L tokens of each row, (B, heads, L, head_dim); returns the positions that are seen.
 
         There must be room (`Rows.reserve`): the device does not check, and writes beyond its memory.
         """
         self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
-        return self.keys, self.values
+        return self.keys_and_values()
 
     @property
     def state(self) -> tuple[mx.array, mx.array]:
@@ -91,8 +96,11 @@ class RowKVCache:
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """All positions, as the last `update_and_fetch` returned them: for layers that share another's."""
-        return self.keys, self.values
+        """As the last `update_and_fetch` returned them: for layers that share another's."""
+        seen = self.lengths.seen
+        if seen == self.lengths.capacity:
+            return self.keys, self.values
+        return self.keys[:, :, :seen], self.values[:, :, :seen]
 
     def _written(self, array: mx.array, tokens: mx.array) -> mx.array:
         if array.shape[0] == 1:
@@ -161,9 +169,13 @@ class Rows:
         """Make room for this many positions in each row: what the host knows that no length can exceed."""
         if positions > self.lengths.capacity:
             self._grow(_stepped(positions))
+        self.lengths.seen = min(self.lengths.capacity, -(-positions // _SEEN_STEP) * _SEEN_STEP)
+        if backend().kind == "cuda":
+            # MLX compiles anew for each shape there, and a few more positions cost nothing.
+            self.lengths.seen = self.lengths.capacity
 
     def _grow(self, capacity: int) -> None:
-        self.lengths.capacity = capacity
+        self.lengths.capacity = self.lengths.seen = capacity
         for leaf in self.attention:
             leaf.keys, leaf.values = (self._padded(array) for array in (leaf.keys, leaf.values))
 

@@ -47,12 +47,12 @@ def branched(ropes: Sequence[nn.Module], rows: Rows, depths: mx.array, visible: 
     assert rows.count == 1
     lengths = rows.lengths
     # Of each position, which row of the tree it is: below 0 for the context.
-    row = mx.arange(lengths.capacity) - lengths.value
+    row = mx.arange(lengths.seen) - lengths.value
     index = mx.clip(row, 0, depths.size - 1)
     own = mx.take(visible, index, axis=1)
     mask = mx.where(row < 0, True, own & (row < depths.size))
     own_positions = lengths.value + depths
-    positions = mx.where(row < 0, mx.arange(lengths.capacity), own_positions[index])
+    positions = mx.where(row < 0, mx.arange(lengths.seen), own_positions[index])
     lengths.tree = own_positions, mask, positions
     try:
         with subclassed(ropes, _by_row):

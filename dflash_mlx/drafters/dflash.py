@@ -167,7 +167,7 @@ class DFlashDrafter(nn.Module):
         for kind, i in {kind: i for i, kind in enumerate(self.config.layer_types)}.items():
             window = self.config.sliding_window if self.config.layer_is_sliding(i) else None
             masks[kind] = block_mask(
-                block, rows.lengths.capacity, rows.lengths.value, causal=self.config.layer_is_causal(i), window=window
+                block, rows.lengths.seen, rows.lengths.value, causal=self.config.layer_is_causal(i), window=window
             )
         return masks
 

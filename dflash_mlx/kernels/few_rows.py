@@ -22,6 +22,7 @@ import mlx.nn as nn
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash_state import DFlashState
+from dflash_mlx.kernels import exponentials
 from dflash_mlx.kernels.few_rows_attention import attention_layers, attention_works, set_attention
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work, set_few_rows
 from dflash_mlx.rounding import TOLERANCE, relative_difference
@@ -40,12 +41,13 @@ _ORDINARY: Way = False, 0
 
 
 def use_where_faster(target: Target, drafter: DFlashDrafter | None) -> None:
-    """Have both models compute a round's rows in the ways that are fastest on this machine, a GPU.
+    """Have both models compute in the ways that are fastest on this machine.
 
-    The kernels are for CUDA only: a Mac's GPU has no such cost to avoid, and a CPU neither that nor Python's.
+    The kernels for few rows are for CUDA only: a Mac's GPU and a CPU have no such cost to avoid.
     """
     kind = backend().kind
     if kind == "cpu":
+        exponentials.use_where_faster([target.model, *([drafter] if drafter is not None else [])])
         return
     if kind == "cuda":
         _choose_attention(target, drafter)

@@ -11,7 +11,6 @@ The models' own code runs as it is: attention *instances* get a subclass of thei
 
 from collections.abc import Sequence
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +18,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from dflash_mlx.hooks import means, renamed
 from dflash_mlx.rounding import relative_difference
 
 # The kernel keeps a number for each key in the GPU's shared memory, 16 KB in all.
@@ -28,7 +28,6 @@ MOST_KEYS = 4096
 MOST_ROWS = 64
 _MOST_WORK = 160_000_000
 _NAME = "scaled_dot_product_attention"
-_PREFIX = "FewRows"
 # What two ways to compute attention may differ by, relative to its spread.
 _ROUNDING = 0.02
 _THREADS = 256
@@ -200,39 +199,15 @@ def attention_works(dtype: mx.Dtype, head_dim: int) -> bool:
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model whose code calls mlx-lm's attention."""
-    return [layer for layer in model.modules() if _calls_attention(type(layer))]
+    return [layer for layer in model.modules() if means(type(layer), _NAME, scaled_dot_product_attention, attend)]
 
 
 def set_attention(layers: Sequence[nn.Module], *, kernel: bool) -> None:
     """Have these `attention_layers` use the kernel, or make them plain again."""
     for layer in layers:
         kind = type(layer)
-        if kernel:
-            layer.__class__ = _with_kernel(kind)
-        elif kind.__name__.startswith(_PREFIX):
-            layer.__class__ = kind.__bases__[0]
-
-
-def _calls_attention(kind: type[nn.Module]) -> bool:
-    call = kind.__call__
-    return (
-        isinstance(call, FunctionType)
-        and _NAME in call.__code__.co_names
-        and call.__globals__.get(_NAME) in (scaled_dot_product_attention, attend)
-    )
-
-
-@cache
-def _with_kernel(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of layers with the same code, in which attention is `attend`."""
-    if kind.__name__.startswith(_PREFIX):
-        return kind
-    call = kind.__call__
-    assert isinstance(call, FunctionType)
-    names = {**call.__globals__, _NAME: attend}
-    own = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    own.__kwdefaults__ = call.__kwdefaults__
-    return type(f"{_PREFIX}{kind.__name__}", (kind,), {"__call__": own})
+        if means(kind, _NAME, attend) != kernel:
+            layer.__class__ = renamed(kind, _NAME, attend) if kernel else kind.__bases__[0]
 
 
 @cache

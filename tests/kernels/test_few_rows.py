@@ -8,9 +8,10 @@ import pytest
 from tiny import tiny_drafter, tiny_target
 
 from dflash_mlx import runtime
+from dflash_mlx.hooks import means
 from dflash_mlx.kernels import few_rows, few_rows_attention
 from dflash_mlx.kernels.few_rows import use_where_faster
-from dflash_mlx.kernels.few_rows_attention import attention_layers
+from dflash_mlx.kernels.few_rows_attention import attend, attention_layers
 from dflash_mlx.kernels.few_rows_linear import _STATE, FewRowsLinear, fitting_layers
 
 
@@ -28,7 +29,10 @@ def pair(monkeypatch):
 
 
 def uses(layers):
-    kinds = {type(layer).__name__.startswith("FewRows") for layer in layers}
+    kinds = {
+        isinstance(layer, FewRowsLinear) or means(type(layer), "scaled_dot_product_attention", attend)
+        for layer in layers
+    }
     assert len(kinds) == 1
     return kinds.pop()
 
