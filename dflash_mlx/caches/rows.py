@@ -127,6 +127,8 @@ class Rows:
         parts = leaves(layers)
         self.attention: list[RowKVCache] = [leaf for leaf in parts if isinstance(leaf, RowKVCache)]
         self.states: list[RowStates] = [leaf for leaf in parts if isinstance(leaf, RowStates)]
+        # Rows that the buffers hold, some of which may no longer be in use.
+        self._allocated = lengths.rows
 
     @classmethod
     def of(cls, caches: Sequence[Any], length: int) -> "Rows":
@@ -190,23 +192,23 @@ class Rows:
             rows._grow(capacity)
         free = list(free)[: sum(other.count for other in others)]
 
-        def merged(arrays: Sequence[mx.array]) -> mx.array:
-            own, *theirs = arrays
+        def merged(arrays: list[mx.array]) -> mx.array:
+            # No further reference to the first, so that what takes free rows is written in place.
+            own, theirs = arrays.pop(0), arrays
             arriving = theirs[0] if len(theirs) == 1 else mx.concatenate(theirs)
             for i, row in enumerate(free):
                 own[row : row + 1] = arriving[i : i + 1]
             added = arriving[len(free) :]
             return mx.concatenate([own, added]) if added.shape[0] else own
 
-        for i, leaf in enumerate(self.attention):
-            leaves_there = [other.attention[i] for other in others]
-            leaf.keys = merged([leaf.keys, *[there.keys for there in leaves_there]])
-            leaf.values = merged([leaf.values, *[there.values for there in leaves_there]])
-            for there in leaves_there:
-                del there.keys, there.values
-            if leaf.keys.nbytes > _LARGE:
-                # Layer by layer, so that both copies of one layer is all that is ever held.
-                mx.eval(leaf.keys, leaf.values)
+        everything = [rows.take_arrays() for rows in (self, *others)]
+        result: list[mx.array] = []
+        while everything[0]:
+            result.append(merged([arrays.pop(0) for arrays in everything]))
+            if result[-1].nbytes > _LARGE:
+                # One by one, so that both copies of one is all that is ever held.
+                mx.eval(result[-1])
+        self.put_arrays(result)
         for i, state in enumerate(self.states):
             for j, array in enumerate(state.cache):
                 state.cache[j] = merged([array, *[other.states[i].cache[j] for other in others]])
@@ -215,12 +217,25 @@ class Rows:
         for row, start in zip(free, starts, strict=False):
             self.starts[row] = start
         self.starts += starts[len(free) :]
+        self._allocated = max(self._allocated, len(self.starts))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Leave only these rows, in this order."""
+        """Leave only these rows, in this order; cheap where few of them change their place."""
         index = mx.array(list(rows))
-        for leaf in self.attention:
-            leaf.keys, leaf.values = leaf.keys[index], leaf.values[index]
+        arrays = self.take_arrays()
+        moves = [(to, row) for to, row in enumerate(rows) if to != row]
+        if 2 * len(rows) <= self._allocated:
+            self._allocated = len(rows)
+            arrays = [array[index] for array in arrays]
+        else:
+            # Read before they are written: otherwise MLX copies whole buffers.
+            moved = [[mx.contiguous(array[row : row + 1]) for _, row in moves] for array in arrays]
+            mx.async_eval(moved)
+            for i, parts in enumerate(moved):
+                for (to, _), part in zip(moves, parts, strict=True):
+                    arrays[i][to : to + 1] = part
+                arrays[i] = arrays[i][: len(rows)]
+        self.put_arrays(arrays)
         for state in self.states:
             state.cache = [array[index] for array in state.cache]
         self.lengths.value = self.lengths.value[index]
@@ -232,11 +247,15 @@ class Rows:
         A single row's arrays move; others are copied, once. states: of each recurrent layer, those to be given back.
         """
         recurrent = iter(states)
+        given: list[Any] = []
         for leaf, origin in zip(leaves(self.layers), leaves(list(caches)), strict=True):
             if isinstance(leaf, RowStates):
                 origin.cache = [mx.contiguous(array[row : row + 1]) for array in next(recurrent)]
             else:
                 _give(leaf, row, length, origin, self.starts[row])
+            given.append(origin.state)
+        # At once: while they are still to be read, MLX would copy whole buffers for what is written next.
+        mx.async_eval(given)
 
 
 def fits(caches: Sequence[Any]) -> bool:

@@ -22,6 +22,9 @@ from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
+# Rounds for which a row without a lane stays. To move the rows takes as long as some rounds.
+_ROUNDS_UNUSED = 8
+
 
 class Batch:
     """Answers of one target, and of one drafter or none.
@@ -41,6 +44,8 @@ class Batch:
         self.caches: TargetCaches | None = None
         self.state: DraftState | None = None
         self.at = self.anchors = mx.array([], dtype=mx.int32)
+        # Rounds since every row had a lane.
+        self._rounds_unused = 0
 
     @property
     def lanes(self) -> list[Lane]:
@@ -57,6 +62,7 @@ class Batch:
         assert self.caches is not None
         block = block_of(self.anchors, drafts)
         fed = block.shape[1]
+        self._rounds_unused = self._rounds_unused + 1 if len(self.lanes) < len(self.rows) else 0
         self.bounds = [fed + (bound if lane else 0) for lane, bound in zip(self.rows, self.bounds, strict=True)]
         tree = drafts if isinstance(drafts, DraftTree) else None
         return self.caches.feed(self.model, block, at=self.at, room=max(self.bounds), tree=tree)
@@ -96,7 +102,12 @@ class Batch:
     @property
     def is_arranged(self) -> bool:
         """Whether the rows can stay as they are, those included whose lanes have left."""
-        return len(self.rows) == rows_for(len(self.lanes))
+        return len(self.rows) == self._wanted_rows()
+
+    def _wanted_rows(self) -> int:
+        """How many rows there should be: those that are free stay for a while, since another lane may come."""
+        wanted = rows_for(len(self.lanes))
+        return max(wanted, len(self.rows)) if self._rounds_unused < _ROUNDS_UNUSED else wanted
 
     def arrange(self, arriving: Sequence["Batch"]) -> list[int]:
         """Put the rows in order between rounds: new ones take the place of those that are free, or follow the others.
@@ -106,13 +117,15 @@ class Batch:
         before = len(self.rows)
         for other in arriving:
             self._take_in(other)
-        count = rows_for(len(self.lanes))
+        count = self._wanted_rows()
         if len(self.rows) <= count:
             return list(range(before))
-        # Rows without a lane go, the last ones first, until as many are left as there should be.
+        # Rows without a lane go, the last ones first, until as many are left as there should be; those behind take
+        # the places of those that go.
         empty = [row for row, lane in enumerate(self.rows) if lane is None]
         gone = set(empty[count - len(self.rows) :])
-        kept = [row for row in range(len(self.rows)) if row not in gone]
+        last = iter([row for row in range(count, len(self.rows)) if row not in gone])
+        kept = [next(last) if row in gone else row for row in range(count)]
         self._keep(kept)
         return [row for row in kept if row < before]
 

@@ -95,7 +95,8 @@ def check_home(lane, tokens):
         assert mx.allclose(found.values[..., :length, :], expected.values[..., :length, :], atol=1e-4).item()
 
 
-def test_rows_are_put_in_order(target, text):
+def test_rows_are_put_in_order(target, text, monkeypatch):
+    monkeypatch.setattr(batches, "_ROUNDS_UNUSED", 0)
     batch = Batch(target, None)
     a, b, c, d, e = (lane_of(target, None, text[:length]) for length in (9, 2, 30, 5, 14))
 
@@ -116,10 +117,10 @@ def test_rows_are_put_in_order(target, text):
     check(a, d, c, e)
     batch.give_back(0)
     batch.give_back(2)
-    # What the rows that are left were.
-    assert batch.arrange([]) == [1, 3]
+    # What the rows that are left were: the last one takes the free place.
+    assert batch.arrange([]) == [3, 1]
     assert batch.is_arranged
-    check(d, e)
+    check(e, d)
     batch.give_back(0)
     batch.give_back(1)
     assert (batch.rows, batch.caches) == ([], None)
@@ -220,6 +221,24 @@ def test_rows_whose_lanes_have_left_take_no_room_and_are_taken_again(target, dra
     answers.join(*late)
     answers.advance()
     assert batch.rows == [first, *late, None]
+    answers.finish()
+    for lane, tokens in answers.tokens.items():
+        assert tokens == text[len(lane.prompt) :][: lane.max_tokens]
+
+
+def test_a_row_stays_free_for_some_rounds(target, drafter, text, monkeypatch):
+    """To move the others takes as long as some rounds, and on a server the next answer soon comes."""
+    monkeypatch.setattr(batches, "_ROUNDS_UNUSED", 3)
+    lanes = [lane_of(target, drafter, text[:length], max_tokens=most) for length, most in ((3, 60), (9, 60), (5, 3))]
+    answers = Answers(target, drafter, *lanes)
+    while len(answers.engine.lanes) > 2:
+        answers.advance()
+    batch, seen = answers.engine._batch, []
+    while len(batch.rows) > 2:
+        seen.append(list(batch.rows))
+        answers.advance()
+    assert all(rows == [*lanes[:2], None] for rows in seen)
+    assert 3 <= len(seen) <= 4
     answers.finish()
     for lane, tokens in answers.tokens.items():
         assert tokens == text[len(lane.prompt) :][: lane.max_tokens]
