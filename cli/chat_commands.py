@@ -6,9 +6,9 @@ from pathlib import Path
 
 from dflash_mlx.cli import settings
 from dflash_mlx.cli.conversation import Conversation
-from dflash_mlx.cli.line_input import write_atomically
 from dflash_mlx.cli.output import picture
 from dflash_mlx.errors import UsageError
+from dflash_mlx.hub.leftovers import write_atomically
 
 
 class LeaveChat(Exception):  # noqa: N818  not an error

@@ -2,13 +2,11 @@
 
 import contextlib
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 
 from dflash_mlx.cli.output import is_terminal
-from dflash_mlx.hub.leftovers import held, remove_leftovers, temporary_prefix
+from dflash_mlx.hub.leftovers import write_atomically
 
 try:
     import readline
@@ -99,19 +97,3 @@ def write_history(path: Path, entries: list[str]) -> None:
     """Keep the last entries: a JSON string a line, readable by the user alone. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in entries[-_KEPT:]))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file whole or not at all. A new file is readable by the user alone. Raises OSError."""
-    remove_leftovers(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix(path))
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file, held(Path(temporary)):
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise

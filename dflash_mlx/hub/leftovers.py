@@ -6,6 +6,7 @@ import fcntl
 import glob
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,3 +44,19 @@ def remove_leftovers(path: Path) -> None:
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file whole or not at all. A new file is readable by the user alone. Raises OSError."""
+    remove_leftovers(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix(path))
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file, held(Path(temporary)):
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_mlx.hub.leftovers import write_atomically
 from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.runtime import backend
 
@@ -43,9 +43,7 @@ def store(name: str, value: Mapping[str, Any]) -> None:
     path = _path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(value, file)
-        os.replace(file.name, path)
+        write_atomically(path, json.dumps(value))
     except OSError:
         pass
 

@@ -6,7 +6,8 @@ import stat
 
 import pytest
 
-from dflash_mlx.cli.line_input import LineInput, read_history, write_atomically, write_history
+from dflash_mlx.cli.line_input import LineInput, read_history, write_history
+from dflash_mlx.hub.leftovers import write_atomically
 
 
 @pytest.mark.parametrize(
