@@ -55,6 +55,7 @@ class ModelPair:
     warnings: list[str] = field(default_factory=list)  # what the user should know about the choice of models
     _costs: PairCosts | None = None
     _group_costs: dict[int, GroupCosts] = field(default_factory=dict)
+    _group_policies: dict[int, GroupWidth] = field(default_factory=dict)
     _experience: Experience = field(default_factory=Experience)
 
     @property
@@ -108,10 +109,16 @@ class ModelPair:
         return choose_policy(costs, self.block_size - 1, experience or self.new_experience())
 
     def group_policy(self, width: int | None = None, *, most_lanes: int) -> GroupPolicy:
-        """A policy for up to `most_lanes` lanes: always `width` drafts, or by measured speed when None."""
+        """A policy for up to `most_lanes` lanes: always `width` drafts, or by measured speed when None.
+
+        The second is the same each time, so that later answers begin with what earlier ones have taught.
+        """
         if width is not None or self.drafter is None or most_lanes < 2 or not self.target.takes_rows():
             return FixedGroup(width or 0)
-        return GroupWidth(copy.deepcopy(self.group_costs(most_lanes)), self.block_size - 1)
+        if most_lanes not in self._group_policies:
+            costs = copy.deepcopy(self.group_costs(most_lanes))
+            self._group_policies[most_lanes] = GroupWidth(costs, self.block_size - 1)
+        return self._group_policies[most_lanes]
 
     def group_costs(self, most_lanes: int, report: Report | None = None) -> GroupCosts:
         """What rounds that lanes share cost on this machine; measured the first time, then remembered on disk."""

@@ -8,8 +8,9 @@ import pytest
 from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.errors import DownloadError, PromptError, UsageError
-from dflash_mlx.generation import generate, hold_back, stream_generate
+from dflash_mlx.generation import generate, generate_many, hold_back, stream_generate
 from dflash_mlx.pair import ModelPair, load_pair
+from dflash_mlx.policy.group import GroupCosts
 from dflash_mlx.policy.trees_or_chains import PairCosts
 from dflash_mlx.policy.width import RoundCosts
 from dflash_mlx.sampling import SamplingParams
@@ -233,3 +234,43 @@ def test_answers_side_by_side_learn_apart():
     before = speeds(pair.width_policy())
     pair.learn(experience)
     assert speeds(pair.width_policy())[1] > before[1]
+
+
+PROMPTS = [[3, 5], [9], [3, 5, 7, 11, 2], [8] * 12, [1, 2]]
+
+
+@pytest.mark.parametrize("options", [{}, {"width": 3}, {"draft": False}])
+@pytest.mark.parametrize("lanes", [1, 3, 9])
+def test_many_answers_are_those_made_one_by_one(options, lanes):
+    pair = make_pair()
+    pair._costs = PairCosts(RoundCosts({0: 1.0, 1: 1.02, 7: 1.05}, {1: 0.01, 7: 0.01}, steep=False))
+    costs = GroupCosts({2: 1.0, 8: 1.0}, {4: 1.1, 64: 1.2}, {4: 0.1, 64: 0.1})
+    pair._group_costs = dict.fromkeys((3, 5), costs)
+    params = [SamplingParams(max_tokens=5 + i, temperature=0.9 * (i % 2), seed=i) for i in range(len(PROMPTS))]
+    found = generate_many(pair, PROMPTS, params, lanes=lanes, **options)
+    for answer, prompt, wanted in zip(found, PROMPTS, params, strict=True):
+        alone = generate(pair, prompt, wanted, draft=False)
+        for field in ("text", "token_ids", "finish_reason", "prompt_tokens", "generation_tokens"):
+            assert getattr(answer, field) == getattr(alone, field), field
+
+
+def test_many_answers_begin_with_what_earlier_ones_have_taught():
+    pair = make_pair()
+    pair._group_costs = {2: GroupCosts({2: 1.0}, {4: 1.1, 64: 1.2}, {4: 0.1})}
+    policy = pair.group_policy(most_lanes=2)
+    before = policy.estimate.expected_tokens(7)[7]
+    generate_many(pair, PROMPTS, SamplingParams(max_tokens=40), lanes=2)
+    assert pair.group_policy(most_lanes=2) is policy
+    # A random drafter is never right.
+    assert policy.estimate.expected_tokens(7)[7] < before
+
+
+@pytest.mark.parametrize(
+    ("params", "lanes", "message"),
+    [([SamplingParams()], 2, "one for each of 5 prompts; got 1"), (None, 0, "at least 1; got 0")],
+)
+def test_many_answers_that_cannot_be_made_are_refused(params, lanes, message):
+    with pytest.raises(UsageError, match=message):
+        generate_many(make_pair(), PROMPTS, params, lanes=lanes)
+    with pytest.raises(PromptError, match="is empty"):
+        generate_many(make_pair(), [[3], []])
