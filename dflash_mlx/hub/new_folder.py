@@ -16,8 +16,8 @@ def write_new_folder(folder: Path, build: Callable[[Path], None]) -> None:
     """Let `build` fill a temporary folder beside `folder`, then give it that name.
 
     Whoever is interrupted or killed leaves no half folder under the name, and the next run removes what a killed one
-    left beside it. Raises UsageError where something is there
-    already, CheckpointError where the disk is full or not writable.
+    left beside it. Raises UsageError where something is there already, CheckpointError where the disk is full or not
+    writable.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is there already and not empty; name a new folder, or remove it first.")

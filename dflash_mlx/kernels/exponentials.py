@@ -20,6 +20,7 @@ from mlx_lm.models.activations import swiglu as ordinary_swiglu
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from dflash_mlx.hooks import means, renamed
+from dflash_mlx.kernels.attention import Mask, instead_of_ordinary
 from dflash_mlx.rounding import relative_difference
 
 # Added to a number below 2^22 in size, this leaves it rounded in the last bits of the sum, 127 higher: an exponent.
@@ -69,19 +70,11 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return _gated(gate, x)
 
 
-def attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    cache: Any,
-    scale: float,
-    mask: mx.array | str | None,
-    sinks: mx.array | None = None,
-) -> mx.array:
+@instead_of_ordinary
+def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask) -> mx.array | None:
     """mlx-lm's `scaled_dot_product_attention`; queries (B, heads, L, head_dim)."""
-    if hasattr(cache, "bits") or sinks is not None or not _fits(queries, keys, values, mask):
-        ordinary: Any = scaled_dot_product_attention  # its annotation leaves "causal" out
-        return ordinary(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if not _fits(queries, keys, values, mask):
+        return None
     batch, heads, rows, _ = queries.shape
     length = keys.shape[2]
     step = max(_FEWEST_ROWS, _AT_ONCE // (batch * heads * length))

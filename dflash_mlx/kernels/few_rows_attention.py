@@ -19,6 +19,7 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from dflash_mlx.hooks import means, renamed
+from dflash_mlx.kernels.attention import Mask, instead_of_ordinary
 from dflash_mlx.rounding import relative_difference
 
 # The kernel keeps a number for each key in the GPU's shared memory, 16 KB in all.
@@ -126,19 +127,11 @@ _ALL, _CAUSAL, _MASK = 0, 1, 2
 _CONSTANTS = [("THREADS", _THREADS), ("MOST_KEYS", MOST_KEYS), ("CAUSAL", _CAUSAL), ("MASK", _MASK)]
 
 
-def attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    cache: Any,
-    scale: float,
-    mask: mx.array | str | None,
-    sinks: mx.array | None = None,
-) -> mx.array:
+@instead_of_ordinary
+def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask) -> mx.array | None:
     """mlx-lm's `scaled_dot_product_attention`, by the kernel where it fits; queries (B, heads, L, head_dim)."""
-    if hasattr(cache, "bits") or sinks is not None or not fits(queries, keys, values, mask):
-        ordinary: Any = scaled_dot_product_attention  # its annotation leaves "causal" out
-        return ordinary(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if not fits(queries, keys, values, mask):
+        return None
     batch, heads, rows, head_dim = queries.shape
     kind = _ALL if mask is None else _CAUSAL if isinstance(mask, str) else _MASK
     settings, no_mask = _settings(scale, kind)

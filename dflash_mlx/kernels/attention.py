@@ -1,0 +1,35 @@
+"""Other ways to compute attention behind the signature of mlx-lm's."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import scaled_dot_product_attention
+
+Mask = mx.array | str | None
+# Takes queries (B, heads, L, head_dim), keys and values, a scale and a mask; gives None for what it was not made for.
+Way = Callable[[mx.array, mx.array, mx.array, float, Mask], mx.array | None]
+
+
+def instead_of_ordinary(way: Way) -> Callable[..., mx.array]:
+    """mlx-lm's `scaled_dot_product_attention`, computed by `way` where that fits, and as mlx-lm does elsewhere."""
+
+    @wraps(way)
+    def attend(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        special = hasattr(cache, "bits") or sinks is not None
+        found = None if special else way(queries, keys, values, scale, mask)
+        if found is not None:
+            return found
+        ordinary: Any = scaled_dot_product_attention  # its annotation leaves "causal" out
+        return ordinary(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    return attend
