@@ -90,6 +90,7 @@ class Answer:
         self.max_tokens = fitting_max_tokens(pair, len(prompt), params.max_tokens)
         if session is None:
             session = pair.new_session(draft=draft)
+            session.ends_with_answer = True
         elif draft and pair.drafter is not None and session.drafter is None:
             raise UsageError("this session was made without a drafter; make it with pair.new_session().")
         self.pair, self.prompt, self.params, self.session, self.constraint = pair, prompt, params, session, constraint

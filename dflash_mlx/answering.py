@@ -11,6 +11,7 @@ from dflash_mlx.decoding.engine import PREFILL_STEP, Engine
 from dflash_mlx.decoding.fork import can_cut
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.pair import ModelPair
+from dflash_mlx.policy.reading import ReadingTimes
 from dflash_mlx.wired import wired
 
 # What a turn brings to an answer: tokens, an error that ends it, or (done, total) of its prompt.
@@ -21,6 +22,8 @@ _READING = 1.5
 _SMALLEST_CHUNK = 16
 # Prompts that are read in one pass are filled up to the longest, which may make the pass this much longer.
 _PADDING = 1.25
+# Where every place is taken, prompts may wait so many rounds for others, to be read in one pass with them.
+_MOST_WAITED = 8
 
 
 class Answering:
@@ -37,7 +40,8 @@ class Answering:
         self._reading: deque[Answer] = deque()
         self._lanes: dict[object, Answer] = {}
         self._round_seconds = 0.0
-        self._seconds_a_token = 0.0
+        self._times = ReadingTimes()
+        self._waited = self._rounds_waited = 0
         self._held = ExitStack()
 
     def __enter__(self) -> "Answering":
@@ -84,6 +88,8 @@ class Answering:
     def _read(self) -> list[tuple[Answer, News]]:
         """Read short prompts together, and a chunk of each long one; only as much as running answers can wait for."""
         news: list[tuple[Answer, News]] = []
+        if self._waits_for_more():
+            return news
         ends_at = time.perf_counter() + _READING * self._round_seconds
         running, turns = bool(self._lanes), len(self._reading)
         while turns > 0 and not (running and news and time.perf_counter() >= ends_at):
@@ -102,6 +108,27 @@ class Answering:
             self._time_reading(before - sum(answer.unread for answer in answers), time.perf_counter() - started)
             news += [(answer, (len(answer.session.tokens) - answer.cached_tokens, before)) for answer in answers]
         return news
+
+    def _waits_for_more(self) -> bool:
+        """Whether new prompts should wait for others that will be read in the same pass with them.
+
+        A pass has a fixed part, and all running answers wait for it. So it pays to wait until those who are to be read
+        have lost as much time as the others would lose. Only while every place is taken: then an answer that ends
+        soon makes place for another prompt.
+        """
+        self._waited += len(self._reading)
+        self._rounds_waited = self._rounds_waited + 1 if self._reading else 0
+        lost = self._waited * self._round_seconds
+        if (
+            self._lanes
+            and self.count == self.most_lanes
+            and self._rounds_waited <= _MOST_WAITED
+            and lost < len(self._lanes) * self._times.fixed
+            and all(self._fits_together(answer) for answer in self._reading)
+        ):
+            return True
+        self._waited = self._rounds_waited = 0
+        return False
 
     def _next_to_read(self, most: int, chunk: int) -> list[Answer]:
         """The next answer to read for and, where that is a short new prompt, others that fit into a chunk with it.
@@ -150,14 +177,13 @@ class Answering:
 
     def _chunk(self) -> int:
         """Tokens of prompts to read at once while answers are running."""
-        if not self._seconds_a_token:
+        if not self._times.known:
             return PREFILL_STEP
-        return max(_SMALLEST_CHUNK, int(_READING * self._round_seconds / self._seconds_a_token))
+        return self._times.tokens_in(_READING * self._round_seconds, least=_SMALLEST_CHUNK, most=PREFILL_STEP)
 
     def _time_reading(self, tokens: int, seconds: float) -> None:
         if tokens >= _SMALLEST_CHUNK:
-            pace = seconds / tokens
-            self._seconds_a_token = 0.5 * (self._seconds_a_token + pace) if self._seconds_a_token else pace
+            self._times.observe(tokens, seconds)
 
     def _drafter_of(self, answer: Answer) -> DFlashDrafter | None:
         return answer.session.drafter if answer.drafting else None

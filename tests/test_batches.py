@@ -143,6 +143,7 @@ def test_each_lane_answers_as_if_alone(target, seed, monkeypatch, request):
     if rng.random() < 0.3:
         # As on CUDA, where rows without a lane stay for a while.
         monkeypatch.setattr(batch, "rows_for", lambda lanes: -(-lanes // 4) * 4 if lanes > 1 else lanes)
+        monkeypatch.setattr(batch, "reading_shape", lambda prompts, tokens: (-(-prompts // 4) * 4, -(-tokens // 8) * 8))
     asked = [Asked(target, rng) for _ in range(rng.choice([2, 3, 4, 8] if seed < FEW else [2, 3, 5, 8, 16]))]
     share = rng.choice([0.0, 0.3, 1.0])
     texts = [a.prompt + a.expected for a in asked]

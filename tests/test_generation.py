@@ -7,10 +7,14 @@ import mlx.core as mx
 import pytest
 from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
+from dflash_mlx.answer import Answer
+from dflash_mlx.answering import Answering
+from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.errors import DownloadError, PromptError, UsageError
 from dflash_mlx.generation import generate, generate_many, hold_back, stream_generate
 from dflash_mlx.pair import ModelPair, load_pair
 from dflash_mlx.policy.group import GroupCosts
+from dflash_mlx.policy.reading import ReadingTimes
 from dflash_mlx.policy.trees_or_chains import PairCosts
 from dflash_mlx.policy.width import RoundCosts
 from dflash_mlx.sampling import SamplingParams
@@ -263,6 +267,55 @@ def test_many_answers_begin_with_what_earlier_ones_have_taught():
     assert pair.group_policy(most_lanes=2) is policy
     # A random drafter is never right.
     assert policy.estimate.expected_tokens(7)[7] < before
+
+
+@pytest.mark.parametrize("fixed", [0.0, 1e6])
+def test_prompts_wait_for_others_where_each_pass_over_prompts_is_dear(fixed, monkeypatch):
+    """Some rounds at most, and only while every place is taken."""
+    pair = make_pair()
+    monkeypatch.setattr(ReadingTimes, "observe", lambda self, tokens, seconds: setattr(self, "fixed", fixed))
+    monkeypatch.setattr(ReadingTimes, "tokens_in", lambda self, seconds, *, least, most: most)
+    passes, read_together, read = [], Answering._read_together, Answering._read_chunk
+    monkeypatch.setattr(
+        Answering, "_read_together", lambda self, answers: passes.append(len(answers)) or read_together(self, answers)
+    )
+    monkeypatch.setattr(Answering, "_read_chunk", lambda self, *rest: passes.append(1) or read(self, *rest))
+    prompts = [[3 + i % 20, 5, 7 + i % 11, 9] for i in range(24)]
+    params = [SamplingParams(max_tokens=20 + i % 7) for i in range(len(prompts))]
+    found = generate_many(pair, prompts, params, lanes=6, draft=False)
+    assert sum(passes) == len(prompts)
+    if fixed:
+        # The six that end after 20 to 25 rounds leave in fewer than eight rounds, and so on.
+        assert len(passes) <= 6
+    else:
+        assert len(passes) > 12
+    for answer, prompt, wanted in zip(found, prompts, params, strict=True):
+        assert answer.token_ids == generate(pair, prompt, wanted, draft=False).token_ids
+
+
+def test_a_prompt_does_not_wait_while_places_are_free(monkeypatch):
+    pair = make_pair()
+    monkeypatch.setattr(ReadingTimes, "observe", lambda self, tokens, seconds: setattr(self, "fixed", 1e6))
+    with Answering(pair, most_lanes=3) as answering:
+        for prompt in ([3, 4, 5], [6, 7, 8]):
+            answering.add(Answer(pair, prompt, SamplingParams(max_tokens=9)))
+            answering.turn()
+            assert not answering._reading
+
+
+def test_nothing_is_copied_for_a_session_that_ends_with_its_answer(monkeypatch):
+    pair = make_pair()
+    given = []
+    give_back = BatchCaches.give_back
+    monkeypatch.setattr(
+        BatchCaches, "give_back", lambda self, row, *rest: given.append(row) or give_back(self, row, *rest)
+    )
+    generate_many(pair, PROMPTS, SamplingParams(max_tokens=9), lanes=3, width=3)
+    assert given == []
+    session = pair.new_session()
+    generate(pair, PROMPTS[0], SamplingParams(max_tokens=9), session=session, width=3)
+    assert given == [0]
+    assert len(session.tokens) >= len(PROMPTS[0])
 
 
 @pytest.mark.parametrize(

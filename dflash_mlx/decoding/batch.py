@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from dflash_mlx.caches.replay import Pass
 from dflash_mlx.caches.rows import Rows
@@ -24,6 +25,8 @@ from dflash_mlx.targets.target import Target
 
 # Rounds for which a row without a lane stays. To move the rows takes as long as some rounds.
 _ROUNDS_UNUSED = 8
+# Tokens by which the lengths of what is read together differ on CUDA, where MLX compiles anew for each.
+_READING_STEP = 32
 
 
 class Batch:
@@ -87,14 +90,17 @@ class Batch:
         return self.rows.index(lane)
 
     def give_back(self, row: int) -> None:
-        """Let a row's lane go: its session gets the caches of what was committed."""
+        """Let a row's lane go: its session gets the caches of what was committed, or ends with the answer."""
         lane, self.rows[row] = self.rows[row], None
         assert lane is not None
         assert self.caches is not None
         length = len(lane.session.tokens)
-        self.caches.give_back(row, length, lane.session.target_cache)
-        if self.state is not None:
-            self.state.give_back(row, length, lane.session.draft_cache)
+        if lane.session.ends_with_answer:
+            lane.session.reset()
+        else:
+            self.caches.give_back(row, length, lane.session.target_cache)
+            if self.state is not None:
+                self.state.give_back(row, length, lane.session.draft_cache)
         self._empty_rows()
         if not self.lanes:
             self.clear()
@@ -163,13 +169,16 @@ class Batch:
     def reading(cls, target: Target, drafter: DFlashDrafter | None, prompts: Sequence[Sequence[int]]) -> "Batch":
         """Read the prompts of new answers in one pass, all but their last tokens; `begin` then gives the rows lanes."""
         batch = cls(target, drafter)
-        counts = [len(prompt) - 1 for prompt in prompts]
-        room = max(counts)
-        caches = BatchCaches(Rows.blank(target.blank_cache(), len(prompts), room), target.layers)
+        wanted = len(prompts)
+        rows, room = reading_shape(wanted, max(len(prompt) for prompt in prompts) - 1)
+        counts = [len(prompt) - 1 for prompt in prompts] + [0] * (rows - wanted)
+        caches = BatchCaches(Rows.blank(target.blank_caches, rows, room), target.layers)
         if drafter is not None:
-            batch.state = DFlashState.blank(drafter, target, len(prompts), room)
-        tokens = mx.array([[*prompt[:-1], *[0] * (room - len(prompt) + 1)] for prompt in prompts], dtype=mx.uint32)
-        at = mx.zeros((len(prompts),), dtype=mx.int32)
+            batch.state = DFlashState.blank(drafter, target, rows, room)
+        padded = np.zeros((rows, room), dtype=np.uint32)
+        for row, prompt in enumerate(prompts):
+            padded[row, : counts[row]] = prompt[:-1]
+        tokens, at = mx.array(padded), mx.zeros((rows,), dtype=mx.int32)
         features = caches.read(batch.model, tokens, counts, at=at, room=room)
         held: list[Any] = [leaf.state for leaf in caches.rows.attention]
         if batch.state is not None and features is not None:
@@ -177,6 +186,10 @@ class Batch:
             held += [leaf.state for leaf in batch.state.layers()]
         mx.eval(held, [state.cache for state in caches.rows.states])
         batch.caches = caches
+        if rows > wanted:
+            caches.keep(range(wanted))
+            if batch.state is not None:
+                batch.state.keep(range(wanted))
         return batch
 
     def begin(self, lanes: Sequence[Lane]) -> None:
@@ -205,6 +218,13 @@ def rows_for(lanes: int) -> int:
         return lanes
     step = 1 << (lanes.bit_length() - 2)
     return -(-lanes // step) * step
+
+
+def reading_shape(prompts: int, tokens: int) -> tuple[int, int]:
+    """How many rows of how many tokens to feed, for so many prompts of at most so many tokens: few shapes on CUDA."""
+    if backend().kind != "cuda":
+        return prompts, tokens
+    return rows_for(prompts), -(-tokens // _READING_STEP) * _READING_STEP
 
 
 def open_caches(session: Session) -> TargetCaches:

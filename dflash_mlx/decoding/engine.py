@@ -260,7 +260,8 @@ class Engine:
         self._joining = []
         if not batch.rows:
             return None
-        if was_empty:
+        if joining:
+            # What was done for those who join is not the round's own time.
             self._read_at = time.perf_counter()
         if plan is not None and not joining:
             return self._launch(None) if plan.drafts is None else self._launch_chosen(plan.drafts.take(left))

@@ -28,11 +28,13 @@ class Session:
     """Caches of a target and, when it drafts, its drafter.
 
     Between answers both hold exactly `tokens`, in mlx-lm's own caches. While an answer is made the caches are `away`,
-    in a batch; `tokens` then are those that were committed, and `settle` brings the caches home.
+    in a batch; `tokens` then are those that were committed, and `settle` brings the caches home. ends_with_answer:
+    nobody will use it again, so that nothing need be brought home.
     """
 
     target: Target
     drafter: DFlashDrafter | None
+    ends_with_answer: bool = False
     tokens: list[int] = field(default_factory=list)
     away: Away | None = None
     target_cache: list[Any] = field(init=False)

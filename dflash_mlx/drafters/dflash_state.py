@@ -24,7 +24,7 @@ class DFlashState:
     def __init__(self, drafter: DFlashDrafter, target: Target, rows: Rows) -> None:
         self.drafter, self.target, self.rows = drafter, target, rows
         self._passes = _Passes.of(drafter, target)
-        self.vocabulary = draft_vocabulary(drafter, target)
+        self.vocabulary = self._passes.vocabulary
         self.supports_trees = drafter.supports_trees
         self.taps = drafter.config.target_layer_ids
         self._pending: list[mx.array] = []
@@ -104,6 +104,7 @@ class _Passes:
 
     def __init__(self, drafter: DFlashDrafter, target: Target) -> None:
         self.drafter, self.target = drafter, target
+        self.vocabulary = draft_vocabulary(drafter, target)
         self.absorb, self.draft = (replayed(body, on=target.replays) for body in (self._absorb, self._draft))
 
     @classmethod

@@ -71,6 +71,11 @@ class Target:
     def make_cache(self) -> list[Any]:
         return make_prompt_cache(self.model)
 
+    @cached_property
+    def blank_caches(self) -> list[Any]:
+        """Caches that hold nothing, to be copied from: their shapes are those that `blank_cache` gives."""
+        return self.blank_cache()
+
     def blank_cache(self) -> list[Any]:
         """New caches that hold nothing, with buffers and states, whose shapes only running the model tells."""
         caches = self.make_cache()

@@ -10,6 +10,7 @@ from tiny_families import family_target, unavailable
 
 from dflash_mlx import runtime
 from dflash_mlx.caches.rows import Rows
+from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.decoding import batch as batches
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.batch import Batch
@@ -203,6 +204,34 @@ def test_where_new_shapes_are_dear_there_are_a_few_numbers_of_rows(lanes, rows, 
     assert batches.rows_for(lanes) == rows
     monkeypatch.setattr(batches, "backend", lambda: replace(runtime.backend(), kind="metal"))
     assert batches.rows_for(lanes) == lanes
+
+
+def test_where_new_shapes_are_dear_prompts_are_read_in_few_shapes(target, drafter, text, monkeypatch):
+    monkeypatch.setattr(batches, "backend", lambda: replace(runtime.backend(), kind="cuda"))
+    assert batches.reading_shape(5, 40) == (6, 64)
+    assert batches.reading_shape(1, 32) == (1, 32)
+    fed, read = [], BatchCaches.read
+    monkeypatch.setattr(
+        BatchCaches,
+        "read",
+        lambda self, model, tokens, *rest, **to: fed.append(tokens.shape) or read(self, model, tokens, *rest, **to),
+    )
+    lanes = [lane_of(target, drafter, text[:length]) for length in (2, 9, 33, 4, 21)]
+    batch = Batch.reading(target, drafter, [lane.prompt for lane in lanes])
+    for lane in lanes:
+        lane.session.tokens = lane.prompt[:-1]
+    batch.begin(lanes)
+    assert fed == [(6, 32)]
+    engine = Engine(target, drafter, policy=FixedGroup(WIDTH))
+    engine.join_all(batch)
+    tokens = {lane: [] for lane in lanes}
+    while engine.lanes:
+        for lane, step in engine.advance():
+            tokens[lane] += step.tokens
+    for lane in lanes:
+        assert tokens[lane] == text[len(lane.prompt) :][: lane.max_tokens]
+    monkeypatch.setattr(batches, "backend", lambda: replace(runtime.backend(), kind="metal"))
+    assert batches.reading_shape(5, 40) == (5, 40)
 
 
 def test_rows_whose_lanes_have_left_take_no_room_and_are_taken_again(target, drafter, text, monkeypatch):
