@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
-from dflash_mlx.checks import check_pair, check_shapes
+from dflash_mlx.checks import GUESS_TEXT, check_pair, check_shapes, read_guesses
 from dflash_mlx.decoding.engine import can_branch
 from dflash_mlx.decoding.policies import GroupPolicy, WidthPolicy
 from dflash_mlx.decoding.session import Session
@@ -52,7 +52,7 @@ class ModelPair:
     folders: tuple[Path, ...] = ()
     load_seconds: float = 0.0
     checks: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)  # what the user should know about the choice of models
+    warnings: list[str] = field(default_factory=list)  # what the user should know about the models
     _costs: PairCosts | None = None
     _group_costs: dict[int, GroupCosts] = field(default_factory=dict)
     _group_policies: dict[int, GroupWidth] = field(default_factory=dict)
@@ -200,6 +200,9 @@ def load_pair(
     if check and drafter is not None:
         report("checking that target and drafter belong together", None)
         pair.checks = check_pair(target, drafter, dtype=activations)
+        guesses = read_guesses(target, drafter, pair.encode_prompt(GUESS_TEXT))
+        if guesses is not None:
+            (pair.warnings if guesses.are_noise else pair.checks).append(guesses.report)
     pair.load_seconds = time.perf_counter() - started
     return pair
 

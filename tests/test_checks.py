@@ -1,12 +1,21 @@
-"""Wrong pairs are refused at load, with the reason."""
+"""Wrong pairs are refused at load, with the reason; a drafter that guesses like random weights is reported."""
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
-from tiny import FAMILIES, tiny_drafter, tiny_target
+from cases import CASES, write_folder
+from mlx.utils import tree_map
+from tiny import FAMILIES, SECOND, ScriptedDrafter, tiny_drafter, tiny_target
+from tiny_folder import write_target
 
-from dflash_mlx.checks import check_pair, check_shapes
+from dflash_mlx import pair as pair_module
+from dflash_mlx.checks import GUESS_TEXT, Guesses, check_pair, check_shapes, following, read_guesses
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.drafters.checkpoint import load_drafter
+from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.errors import PairError
+from dflash_mlx.pair import load_pair
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -56,3 +65,119 @@ def test_features_and_drafts_must_be_finite():
     drafter.norm.weight = drafter.norm.weight * mx.inf
     with pytest.raises(PairError, match="drafter's logits are not finite"):
         check_pair(tiny_target("llama"), drafter, dtype=mx.float32)
+
+
+# Of a vocabulary in which random weights are seldom right.
+MANY = 2000
+TEXT = np.random.default_rng(7).integers(4, MANY, 80).tolist()
+PLACES = np.linspace(8, 63, 32).astype(int).tolist()
+
+
+@pytest.fixture(scope="module")
+def wide():
+    return tiny_target("llama", vocab_size=MANY)
+
+
+def wanted_by(target, text):
+    """The target's own next token at each place of a text."""
+    return mx.argmax(target.forward(mx.array([text]), target.make_cache())[0], axis=-1).tolist()
+
+
+def scripted(target, *, known=PLACES, second=()):
+    """A drafter that knows the target's tokens at some places, at the places `second` as its second choice."""
+    wanted = wanted_by(target, TEXT[:64])
+    script = {place + 1: wanted[place] for place in known}
+    return ScriptedDrafter(tiny_drafter(vocab_size=MANY).config, script, frozenset(place + 1 for place in second))
+
+
+@pytest.mark.parametrize("changes", [{}, SECOND, {"draft_token_ids": tuple(range(MANY - 1, -1, -1))}])
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_random_weights_are_noise(wide, seed, changes):
+    guesses = read_guesses(wide, tiny_drafter(seed=seed, vocab_size=MANY, **changes), TEXT)
+    assert (guesses.places, guesses.are_noise) == (32, True)
+    assert abs(guesses.following - 0.5) < 0.2
+
+
+def test_a_drafter_that_knows_something_is_not_noise(wide):
+    """Two right guesses are enough, or the right token as second choice everywhere."""
+    assert read_guesses(wide, scripted(wide), TEXT) == Guesses(32, 32, 1.0)
+    lucky = read_guesses(wide, scripted(wide, known=PLACES[5:6]), TEXT)
+    assert (lucky.right, lucky.are_noise) == (1, True)
+    weak = read_guesses(wide, scripted(wide, known=PLACES[5:7]), TEXT)
+    assert (weak.right, weak.are_noise) == (2, False)
+    second = read_guesses(wide, scripted(wide, second=PLACES), TEXT)
+    assert (second.right, second.following, second.are_noise) == (0, 1.0, False)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_guesses_are_those_of_the_decode_loop(wide, window):
+    """At each place, what the drafter says there of the next token after a fresh session has read what is before."""
+    changes = {"sliding_window": window, "layer_types": ("sliding_attention",) * 2} if window else {}
+    drafter = tiny_drafter(vocab_size=MANY, **changes)
+    adjust, seen = drafter.adjust_logits, []
+    drafter.adjust_logits = lambda logits: seen.append(adjust(logits)) or seen[-1]
+    read_guesses(wide, drafter, TEXT)
+    [guesses] = seen
+    drafter.adjust_logits = adjust
+    for row, place in list(enumerate(PLACES))[::5]:
+        session = Session(wide, drafter)
+        session.feed(TEXT[:place])
+        state = DFlashState.of(drafter, wide, session.draft_cache, place)
+        alone = state.draft(mx.array([TEXT[place]]), mx.array([place]), 1, room=place + 2).logits[0]
+        assert mx.allclose(guesses[row], alone, rtol=1e-3, atol=1e-3).item()
+
+
+def test_too_little_to_judge(wide):
+    assert read_guesses(wide, tiny_drafter(vocab_size=MANY), TEXT[:20]) is None
+    few = tuple(token for token in range(40) if token not in wanted_by(wide, TEXT[:64]))
+    assert read_guesses(wide, tiny_drafter(vocab_size=MANY, draft_token_ids=few), TEXT) is None
+
+
+def test_following():
+    """Three places that want the tokens a, b and a; scores of their tokens at each of them."""
+    wanted = np.array([5, 9, 5])
+    assert following(np.array([[3.0, 0.0, 3.0], [0.0, 3.0, 0.0], [3.0, 0.0, 3.0]]), wanted) == 1.0
+    assert following(np.array([[0.0, 3.0, 0.0], [3.0, 0.0, 3.0], [0.0, 3.0, 0.0]]), wanted) == 0.0
+    # The first place has it right, the second and the third are alike: 1, (1 + 0.5) / 2 and 0.5.
+    assert following(np.array([[3.0, 0.0, 3.0], [0.0, 3.0, 0.0], [0.0, 3.0, 0.0]]), wanted) == 0.75
+    # A liking for some tokens, and places where all score higher, say nothing.
+    assert following(np.array([[1.0], [8.0], [4.0]]) + np.array([2.0, 8.0, 2.0]), wanted) == 0.5
+    assert following(np.zeros((3, 3)), np.array([5, 5, 5])) == 0.5
+
+
+def test_loading_a_pair_reports_noise_and_goes_on(tmp_path, monkeypatch):
+    folder = write_target(tmp_path / "target")
+    write_folder(tmp_path / "drafter", CASES["full"])
+    plain = load_pair(model=str(folder), draft=False)
+    text = plain.encode_prompt(GUESS_TEXT)[:64]
+    wanted = wanted_by(plain.target, text)
+    unwanted = min(set(range(plain.vocab_size)) - set(wanted))
+
+    def load(drafter):
+        monkeypatch.setattr(pair_module, "load_drafter", lambda folder, dtype: drafter)
+        return load_pair(model=str(folder), draft_model=str(tmp_path / "drafter"))
+
+    same = tiny_drafter()
+    same.adjust_logits = lambda logits: mx.zeros_like(logits) + (mx.arange(logits.shape[-1]) == unwanted)
+    [warning] = load(same).warnings
+    assert warning.startswith("the drafter guessed 0 of 32 tokens of a short text")
+    assert "50% of the comparisons, where chance is 50% and at least 70% was expected" in warning
+    assert warning.endswith("or run with --no-draft.")
+    right = load(ScriptedDrafter(same.config, {place + 1: token for place, token in enumerate(wanted)}))
+    assert (right.warnings, right.checks[-1]) == ([], "the drafter guesses 32 of 32 tokens of a short text")
+
+
+@pytest.mark.model
+def test_the_demo_drafter_is_not_reported_and_its_shuffled_weights_are(demo_pair):
+    """Far on either side of where noise ends: the drafter is right in 18 places."""
+    text = demo_pair.encode_prompt(GUESS_TEXT)
+    assert demo_pair.warnings == []
+    guesses = read_guesses(demo_pair.target, demo_pair.drafter, text)
+    assert guesses.right > 10
+    assert guesses.following > 0.9
+    drafter = load_drafter(demo_pair.folders[1], dtype=mx.float32)
+    keys = iter(mx.random.split(mx.random.key(0), 100))
+    drafter.update(
+        tree_map(lambda x: mx.random.permutation(x.flatten(), key=next(keys)).reshape(x.shape), drafter.parameters())
+    )
+    assert read_guesses(demo_pair.target, drafter, text).are_noise
