@@ -9,7 +9,7 @@ from tiny import VOCAB, ScriptedDrafter, drafted_tokens, plain_tokens, tiny_draf
 from tiny_families import family_target, unavailable
 
 from dflash_mlx import runtime
-from dflash_mlx.caches.rows import Rows
+from dflash_mlx.caches.rows import RowKVCache, Rows
 from dflash_mlx.decoding import batch as batches
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.batch import Batch
@@ -190,6 +190,20 @@ def test_prompts_read_together_are_answered_as_alone(family):
         lane.session.rewind(len(further) - 3)
         assert lane.session.tokens == further[:-3]
         assert answer_of(lane.session, further) == plain_tokens(target, further, 12)
+
+
+def test_prompts_read_together_fit_the_room_they_are_given(target, monkeypatch):
+    """What is written ends with the buffers, of 256 places: the device would write on beyond them."""
+    write, ends = RowKVCache.update_and_fetch, []
+
+    def checked(cache, keys, values):
+        ends.append(int(cache.lengths.value.max().item()) + keys.shape[2])
+        assert ends[-1] <= cache.keys.shape[2] == cache.lengths.capacity
+        return write(cache, keys, values)
+
+    monkeypatch.setattr(RowKVCache, "update_and_fetch", checked)
+    Batch.reading(target, tiny_drafter(), [[5] * 257, [6] * 3])
+    assert max(ends) == 256
 
 
 def answer_of(session, prompt):
