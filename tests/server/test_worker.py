@@ -12,12 +12,20 @@ from serving import answer, collect, job, random_prompt, random_tokens, tokens_o
 from tiny import VOCAB
 
 from dflash_mlx.answer import Answer
+from dflash_mlx.answering import Answering
 from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.errors import PromptError, UsageError
 from dflash_mlx.generation import generate
 from dflash_mlx.sampling import SamplingParams
-from dflash_mlx.server.worker import Job, QueueFullError, TooLargeError, Worker, WorkerClosedError
+from dflash_mlx.server.worker import (
+    Job,
+    QueueFullError,
+    TooLargeError,
+    Worker,
+    WorkerClosedError,
+    worthwhile_lanes,
+)
 
 
 def test_many_at_once_are_each_answered_as_alone(pair, serve):
@@ -240,6 +248,87 @@ def test_a_full_queue_is_refused_and_says_when_to_come_back(serve):
         assert tokens_of(await collect(worker.submit(job([1], 3))))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("active", "queue", "seconds"),
+    [
+        (4, 0, 1),  # less than a second is one
+        (2, 10, 3),  # 12 wait for 2 places, each of which an answer of a second frees: half of that
+        (2, 11, 4),
+        (1, 200, 60),  # nobody is told to wait longer than a minute
+    ],
+)
+def test_how_long_to_stay_away_from_a_full_queue(pair, active, queue, seconds):
+    """An answer is taken to last a second as long as none has been made."""
+    worker = Worker(pair, max_active=active, max_queue=queue)
+    for _ in range(active + queue):
+        worker.submit(job([1]))
+    with pytest.raises(QueueFullError) as refusal:
+        worker.submit(job([1]))
+    assert refusal.value.retry_after == seconds
+    worker.close()
+
+
+def test_what_waits_for_the_first_time_makes_no_progress_since_then(pair):
+    worker = Worker(pair)
+    time.sleep(0.05)
+    assert worker.status().seconds_since_progress == 0.0
+    before = time.perf_counter()
+    worker.submit(job([1]))
+    time.sleep(0.02)
+    worker.submit(job([2]))
+    assert 0.02 <= worker.status().seconds_since_progress <= time.perf_counter() - before
+    worker.close()
+    assert worker.status().seconds_since_progress == 0.0
+
+
+def test_times_between_tokens_are_those_after_the_first_round(serve):
+    worker = serve()
+    began = time.perf_counter()
+    found = [answer(worker, job([first, 2], 12)) for first in (3, 4)]
+    spent = time.perf_counter() - began
+    worker.close()
+    between = worker.status().totals.between_tokens
+    assert between.count == sum(len(responses) - 1 for responses in found) > 2
+    assert 0 < between.total < spent
+
+
+@pytest.mark.parametrize(
+    ("plain", "lanes"),
+    [
+        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 2.0}, 4),  # 8 take twice as long as 4
+        ({1: 1.0, 2: 1.8, 4: 3.3}, 2),  # 2 / 1.8 is more than a tenth, 3.6 / 3.3 is not
+        ({2: 1.1, 4: 2.0}, 4),  # a tenth is enough
+        ({2: 1.0, 8: 1.0}, 2),  # as far as is known without a gap
+        ({1: 1.0, 2: 2.0, 4: 2.0}, 1),
+    ],
+)
+def test_as_many_at_a_time_as_twice_as_many_bring_a_tenth_more(plain, lanes):
+    assert worthwhile_lanes(plain) == lanes
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_bug_in_the_worker_nobody_waits(serve, monkeypatch):
+    worker = serve(max_active=1)
+
+    async def run():
+        tickets = [worker.submit(job([1], 5000)), worker.submit(job([2], 5000))]
+        await tickets[0].__anext__()
+
+        def broken(_):
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(Answering, "turn", broken)
+        for ticket in tickets:
+            with pytest.raises(WorkerClosedError, match=r"has failed \(KeyError: 'a bug'\)"):
+                await collect(ticket)
+
+    asyncio.run(run())
+    status = worker.status()
+    assert (status.ready, status.error, status.active, status.queued) == (False, "KeyError: 'a bug'", 0, 0)
+    with pytest.raises(WorkerClosedError, match="has failed"):
+        worker.submit(job([1]))
 
 
 def test_requests_that_cannot_be_met_are_refused_at_once(serve):
