@@ -295,6 +295,30 @@ class Guide:
         return len(drafts), np.full((len(drafts) + 1, -(-VOCAB // 32)), 0xFFFFFFFF, dtype=np.uint32)
 
 
+class NoDrafts(Guide):
+    """Lets no draft come, but any token in its place."""
+
+    def allowed(self, drafts):
+        return 0, super().allowed([])[1]
+
+
+def test_a_guide_is_for_its_own_lane(target, drafter, text):
+    """One that lets everything come changes nothing, and drafts that it does not let come are another lane's gain."""
+    guides = None, Guide(10**6, when_asked=True), NoDrafts(10**6, when_asked=True)
+    engine = Engine(target, drafter, policy=FixedGroup(WIDTH))
+    lanes = [lane_of(target, drafter, text[:9], guide=guide) for guide in guides]
+    for lane in lanes:
+        engine.join(lane)
+    steps = {lane: [] for lane in lanes}
+    while engine.lanes:
+        for lane, step in engine.advance():
+            steps[lane].append(step)
+    free, all_let, none_let = ([(step.tokens, step.num_accepted) for step in steps[lane]] for lane in lanes)
+    assert all_let == free
+    assert sum(accepted for _, accepted in free) > 15
+    assert none_let == [([token], 0) for token in text[9:39]]
+
+
 @pytest.mark.parametrize("when_asked", [False, True])
 def test_an_error_of_one_lanes_guide_leaves_the_others_going(target, drafter, text, when_asked):
     good = [lane_of(target, drafter, text[:length]) for length in (3, 40)]
