@@ -2,14 +2,18 @@
 
 import asyncio
 import itertools
+import math
 import random
 import threading
 import time
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_map
 from serving import answer, collect, job, random_prompt, random_tokens, tokens_of, wait_until
+from test_generation import make_pair
 from tiny import VOCAB
+from tiny_families import family_target
 
 from dflash_mlx.answer import Answer
 from dflash_mlx.answering import Answering
@@ -17,6 +21,8 @@ from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.errors import PromptError, UsageError
 from dflash_mlx.generation import generate
+from dflash_mlx.pair import ModelPair
+from dflash_mlx.policy.group import GroupCosts
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.server.worker import (
     Job,
@@ -308,6 +314,73 @@ def test_as_many_at_a_time_as_twice_as_many_bring_a_tenth_more(plain, lanes):
     assert worthwhile_lanes(plain) == lanes
 
 
+def test_quick_answers_shorten_the_time_to_stay_away(serve):
+    """The newest answer counts for a fifth: after eight, 0.8^8 is left of the first guess, a second."""
+    worker = serve(max_active=1, max_queue=8)
+    longest = 0.0
+    for i in range(8):
+        began = time.perf_counter()
+        answer(worker, job([1 + i], 2))
+        longest = max(longest, time.perf_counter() - began)
+
+    async def run():
+        endless = SamplingParams(max_tokens=5000, logit_bias={0: -1000.0})
+        blocker = worker.submit(Job(prompt=[1], params=endless))
+        await blocker.__anext__()
+        waiting = [worker.submit(job([1])) for _ in range(8)]
+        with pytest.raises(QueueFullError) as refusal:
+            worker.submit(job([1]))
+        for ticket in [blocker, *waiting]:
+            ticket.cancel()
+        return refusal.value.retry_after
+
+    assert asyncio.run(run()) <= math.ceil((0.8**8 + longest) * 8 / 2)
+
+
+def never(*_, **__):
+    raise AssertionError("measured")
+
+
+def limit_of(pair, **options):
+    """How many answers a worker makes at a time."""
+    worker = Worker(pair, **options)
+    worker.start()
+    wait_until(lambda: worker.status().ready or worker.status().error)
+    worker.close()
+    assert worker.status().error is None
+    return worker.max_active
+
+
+def test_how_many_at_a_time(monkeypatch):
+    """As many as are wished, else as the measured costs say; of a target that makes its answers one by one, four."""
+    pair = make_pair()
+    pair._group_costs = {32: GroupCosts({2: 1.0, 4: 1.1, 8: 1.2, 16: 2.4, 32: 4.8}, {4: 1.1, 64: 1.2}, {4: 0.1})}
+    monkeypatch.setattr(ModelPair, "round_costs", lambda _: None)
+    assert limit_of(pair) == 8
+    monkeypatch.setattr(ModelPair, "group_costs", never)
+    assert limit_of(pair, width=4) == 32
+    assert limit_of(pair, width=4, max_active=7) == 7
+    assert limit_of(make_pair(target=family_target("recurrent_gemma")), width=4) == 4
+
+
+def test_a_worker_that_never_drafts_measures_nothing_of_it(pair, monkeypatch):
+    monkeypatch.setattr(ModelPair, "round_costs", never)
+    monkeypatch.setattr(ModelPair, "group_costs", never)
+    assert limit_of(pair, draft=False) == 32
+
+
+def test_models_that_are_not_computed_yet_are_before_the_worker_begins(pair, serve):
+    """What one thread has put off no other thread can compute."""
+    lazy = make_pair()
+    for model in (lazy.target.model, lazy.drafter):
+        model.update(tree_map(lambda array: array + 0, model.parameters()))
+    worker = Worker(lazy, width=4)
+    worker.start()
+    found = tokens_of(answer(worker, job([5, 6], 8)))
+    worker.close()
+    assert found == generate(pair, [5, 6], SamplingParams(max_tokens=8), draft=False).token_ids
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_after_a_bug_in_the_worker_nobody_waits(serve, monkeypatch):
     worker = serve(max_active=1)
@@ -339,7 +412,7 @@ def test_requests_that_cannot_be_met_are_refused_at_once(serve):
         worker.submit(job([1] * 8192))
     with pytest.raises(PromptError, match=f"from 0 to {VOCAB - 1}"):
         worker.submit(job([1, VOCAB]))
-    with pytest.raises(UsageError, match="logit_bias"):
+    with pytest.raises(UsageError, match=f"logit_bias .* from 0 to {VOCAB - 1}; got {VOCAB}"):
         worker.submit(Job(prompt=[1], params=SamplingParams(logit_bias={VOCAB: 1.0})))
     with pytest.raises(TooLargeError, match=r"needs \d+\.\d+ GB"):
         worker.submit(job([1] * 8000))
