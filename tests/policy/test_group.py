@@ -211,12 +211,12 @@ class Expects:
 
 
 def costs_by_width(seconds):
-    """Of 8 lanes, rounds that cost so much by their width; plain ones a second."""
-    return GroupCosts({8: 1.0}, {8 * (width + 1): cost for width, cost in seconds.items()}, {8: 0.0, 128: 0.0})
+    """Of 8 lanes, rounds that cost so much by their width; plain ones take two seconds."""
+    return GroupCosts({8: 2.0}, {8 * (width + 1): cost for width, cost in seconds.items()}, {8: 0.0, 128: 0.0})
 
 
 def test_another_width_has_to_promise_three_hundredths_more():
-    policy = GroupWidth(costs_by_width({1: 1.5, 15: 1.5}), PLACES)
+    policy = GroupWidth(costs_by_width({1: 3.0, 15: 3.0}), PLACES)
     chosen = []
     for tokens in ({3: 2.0}, {3: 2.0, 7: 2.05}, {3: 2.0, 7: 2.07}, {3: 2.125, 7: 2.07}, {3: 2.14, 7: 2.07}):
         policy.estimate = Expects(tokens)
@@ -225,8 +225,8 @@ def test_another_width_has_to_promise_three_hundredths_more():
 
 
 def test_lanes_rest_where_the_best_width_brings_no_more_than_plain_rounds():
-    """Rounds of any width take 1.5 seconds, plain ones 1: more than 1.5 tokens are worth it."""
-    policy = GroupWidth(costs_by_width({1: 1.5, 15: 1.5}), PLACES)
+    """Rounds of any width take 3 seconds, plain ones 2: more than 1.5 tokens are worth it."""
+    policy = GroupWidth(costs_by_width({1: 3.0, 15: 3.0}), PLACES)
     policy.estimate = Expects({1: 1.5, 3: 1.4})
     rests = [16, 32]
     assert [policy.next_width(8) for _ in range(56)] == [width for n in rests for width in [1] * 4 + [0] * n]
