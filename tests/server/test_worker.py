@@ -460,6 +460,7 @@ def test_closing_finishes_what_it_can_and_cancels_the_rest(serve):
 
     ended = asyncio.run(run(0.0, 8000))
     assert ended == ["closed"] * 4
+    assert worker.status().error is None
     with pytest.raises(WorkerClosedError):
         worker.submit(job([1]))
     worker.close()
