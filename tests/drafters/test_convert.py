@@ -85,6 +85,19 @@ def test_what_speculators_reads(tmp_path):
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
 
 
+def test_layers_that_slide_are_named_one_by_one(tmp_path):
+    """Also where the source only says that some do: other readers know the list alone."""
+    full = {name: value for name, value in CASES["full"].items() if name != "layer_types"}
+    count = full["num_hidden_layers"]
+    some = {**full, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    every = {**full, "dflash_config": {**full["dflash_config"], "use_swa": True, "swa_window_size": 8}}
+    for name, config, sliding in (("some", some, count - 1), ("every", every, count)):
+        convert_drafter(in_bfloat16(tmp_path / name, config), tmp_path / f"{name} out", to="speculators")
+        layer = raw(tmp_path / f"{name} out")["transformer_layer_config"]
+        assert layer["layer_types"] == ["full_attention"] * (count - sliding) + ["sliding_attention"] * sliding
+        assert mx.array_equal(drafts(tmp_path / f"{name} out"), drafts(tmp_path / name)).item()
+
+
 def test_dflash2_fields(tmp_path):
     convert_drafter(in_bfloat16(tmp_path / "a", CASES["second"]), tmp_path / "b", to="speculators")
     config = raw(tmp_path / "b")
