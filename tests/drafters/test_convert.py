@@ -68,6 +68,8 @@ def test_there_and_back(name, tmp_path):
         assert all(same_bits(found[key], expected[key]) for key in expected)
         assert mx.array_equal(drafts(folder), drafts(source)).item()
     assert read_checkpoint(tmp_path / "back").config == read_checkpoint(source).config
+    # What Transformers reads the layers with.
+    assert raw(tmp_path / "back")["model_type"] == raw(source).get("model_type", "qwen3") == "qwen3"
 
 
 def test_what_speculators_reads(tmp_path):
