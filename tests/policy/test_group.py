@@ -298,4 +298,5 @@ def test_a_fixed_group_is_always_as_wide():
     policy = FixedGroup(3)
     assert not policy.reads_confidence
     assert [policy.next_width(lanes) for lanes in (2, 9)] == [3, 3]
-    assert width_by(policy, np.full((2, 3), 0.01)) == 3
+    # Also where one lane is left in two rows.
+    assert [width_by(policy, np.full((lanes, 3), 0.01)) for lanes in (2, 1)] == [3, 3]
