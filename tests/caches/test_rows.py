@@ -163,6 +163,20 @@ def test_what_began_blank_can_be_given_back():
     assert_close(target.forward(mx.array([BLOCK]), usual), alone(target, BLOCK[::-1], MORE, BLOCK))
 
 
+@pytest.mark.parametrize(("gone", "new"), [(4, 2), (2, 4), (4, 0)])
+def test_what_took_a_free_row_can_be_given_back(gone, new):
+    """Windows of the row that left began elsewhere."""
+    target = family_target("llama, sliding")
+    batch = rows_of(target, PROMPTS[1])
+    batch.join([rows_of(target, PROMPTS[gone])])
+    usual = filled(target, PROMPTS[new])
+    batch.join([Rows.of(usual, len(PROMPTS[new]))], free=[1])
+    batch.reserve(400)
+    forward(target, batch, BLOCK, BLOCK[::-1])
+    batch.give_back(1, len(PROMPTS[new] + BLOCK), usual)
+    assert_close(target.forward(mx.array([MORE]), usual), alone(target, PROMPTS[new], BLOCK[::-1], MORE))
+
+
 def test_every_buffer_has_the_room_that_is_promised():
     """Also where one place is missing: mlx-lm's buffer has 767 here, which is no whole number of steps."""
     target = tiny_target("llama")

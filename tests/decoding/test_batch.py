@@ -9,7 +9,7 @@ from tiny import VOCAB, ScriptedDrafter, drafted_tokens, plain_tokens, tiny_draf
 from tiny_families import family_target, unavailable
 
 from dflash_mlx import runtime
-from dflash_mlx.caches.rows import Rows
+from dflash_mlx.caches.rows import RowKVCache, Rows
 from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.decoding import batch as batches
 from dflash_mlx.decoding.accept import Greedy
@@ -193,6 +193,20 @@ def test_prompts_read_together_are_answered_as_alone(family):
         assert answer_of(lane.session, further) == plain_tokens(target, further, 12)
 
 
+def test_prompts_read_together_fit_the_room_they_are_given(target, monkeypatch):
+    """What is written ends with the buffers, of 256 places: the device would write on beyond them."""
+    write, ends = RowKVCache.update_and_fetch, []
+
+    def checked(cache, keys, values):
+        ends.append(int(cache.lengths.value.max().item()) + keys.shape[2])
+        assert ends[-1] <= cache.keys.shape[2] == cache.lengths.capacity
+        return write(cache, keys, values)
+
+    monkeypatch.setattr(RowKVCache, "update_and_fetch", checked)
+    Batch.reading(target, tiny_drafter(), [[5] * 257, [6] * 3])
+    assert max(ends) == 256
+
+
 def answer_of(session, prompt):
     steps = decode(session, prompt, strategy=Greedy(), policy=FixedWidth(WIDTH), max_tokens=12, eos_ids=set())
     return [token for step in steps for token in step.tokens]
@@ -308,6 +322,30 @@ class Guide:
         if self.heard >= self.most and self.when_asked:
             raise DFlashError("lost the way")
         return len(drafts), np.full((len(drafts) + 1, -(-VOCAB // 32)), 0xFFFFFFFF, dtype=np.uint32)
+
+
+class NoDrafts(Guide):
+    """Lets no draft come, but any token in its place."""
+
+    def allowed(self, drafts):
+        return 0, super().allowed([])[1]
+
+
+def test_a_guide_is_for_its_own_lane(target, drafter, text):
+    """One that lets everything come changes nothing, and drafts that it does not let come are another lane's gain."""
+    guides = None, Guide(10**6, when_asked=True), NoDrafts(10**6, when_asked=True)
+    engine = Engine(target, drafter, policy=FixedGroup(WIDTH))
+    lanes = [lane_of(target, drafter, text[:9], guide=guide) for guide in guides]
+    for lane in lanes:
+        engine.join(lane)
+    steps = {lane: [] for lane in lanes}
+    while engine.lanes:
+        for lane, step in engine.advance():
+            steps[lane].append(step)
+    free, all_let, none_let = ([(step.tokens, step.num_accepted) for step in steps[lane]] for lane in lanes)
+    assert all_let == free
+    assert sum(accepted for _, accepted in free) > 15
+    assert none_let == [([token], 0) for token in text[9:39]]
 
 
 @pytest.mark.parametrize("when_asked", [False, True])

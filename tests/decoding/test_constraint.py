@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import llguidance
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -267,6 +268,23 @@ def test_schemas_that_cannot_be_used_are_refused(pair, schema, message):
     with pytest.raises(UsageError, match=message) as refusal:
         json_constraint(pair, schema)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_warning_of_the_grammar_library_is_no_refusal(pair, monkeypatch):
+    """It begins what is only a warning with WARNING."""
+
+    library = SimpleNamespace(
+        grammar_from_json_schema=llguidance.LLMatcher.grammar_from_json_schema,
+        validate_grammar=lambda *_: "WARNING: this grammar is slow",
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(llguidance, "LLMatcher", library)
+        constraint = json_constraint(pair, {"const": 12})
+        library.validate_grammar = lambda *_: "this grammar is wrong: WARNING"
+        with pytest.raises(UsageError, match="this grammar is wrong"):
+            json_constraint(pair, {"const": 12})
+    right, wrong = pair.tokenizer.encode("12"), pair.tokenizer.encode("3")
+    assert constraint.start().allowed(right + wrong)[0] == len(right)
 
 
 def test_a_schema_that_is_no_json_is_refused_with_its_reason(pair):

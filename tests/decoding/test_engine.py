@@ -1,10 +1,14 @@
 """The loop itself: rounds are launched ahead and change nothing by it, have room, copy nothing, and make way."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import pytest
 from tiny import FAMILIES, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.caches.rows import RowKVCache
+from dflash_mlx.decoding import batch as batches
+from dflash_mlx.decoding import engine as engines
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.engine import Engine, decode, prefill
 from dflash_mlx.decoding.lane import Lane
@@ -142,6 +146,124 @@ def test_a_round_copies_no_buffer(lanes, replays):
     layers = [*engine._batch.caches.rows.attention, *engine._batch.state.rows.attention]
     buffers = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     assert mx.get_peak_memory() - models < 1.15 * buffers
+
+
+class Clock:
+    """Time that passes where a test says so: `work` seconds while a round is waited for."""
+
+    def __init__(self, monkeypatch, work):
+        self.now, settle = 100, Engine._settle
+
+        def waited(engine, *args):
+            self.now += work
+            return settle(engine, *args)
+
+        monkeypatch.setattr(Engine, "_settle", waited)
+        monkeypatch.setattr(engines, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+class Draws(FixedWidth):
+    """Drafts `drawn` places, verifies what a FixedWidth does of them, and notes what it hears."""
+
+    def __init__(self, width, drawn, **options):
+        super().__init__(width, **options)
+        self.drawn, self.heard = drawn, []
+
+    def next_width(self):
+        return self.drawn
+
+    def observe(self, **report):
+        self.heard.append(report)
+
+
+@pytest.mark.parametrize("policy", [Draws(7, 3, places=3), Draws(2, 5, reads_confidence=True), Draws(0, 0)])
+@pytest.mark.parametrize(("pause", "seconds"), [(15, 31), (16, None)])
+def test_a_policy_hears_of_each_round_of_its_answer(policy, pause, seconds, monkeypatch):
+    """A round takes 16 seconds; its time is not told from the caller's where the caller takes as long."""
+    target = tiny_target("llama")
+    clock = Clock(monkeypatch, work=16)
+    policy.heard.clear()
+    answer = decode(
+        Session(target, tiny_drafter()), [3, 1], strategy=Greedy(), policy=policy, max_tokens=20, eos_ids=set()
+    )
+    steps = []
+    for step in answer:
+        steps.append(step)
+        clock.now += pause
+    # The first round is a plain one, and nothing came before it; the last ones have fewer places than wished.
+    assert len(policy.heard) == len(steps) > 5
+    assert [report["drafted"] for report in policy.heard[:4]] == [0, *[policy.drawn] * 3]
+    assert [report["seconds"] for report in policy.heard[1:]] == [seconds] * (len(steps) - 1)
+    for step, report in zip(steps, policy.heard, strict=True):
+        assert (report["width"], report["num_accepted"]) == (step.width, step.num_accepted)
+        assert len(report["path"]) >= step.num_accepted + 1
+        assert report["path"][0] == 0
+    assert [step.width for step in steps[1:4]] == [policy.width] * 3
+
+
+class Notes(FixedGroup):
+    """Notes what it hears."""
+
+    def observe(self, report):
+        vars(self).setdefault("heard", []).append(report)
+
+
+@pytest.mark.parametrize(("pause", "seconds"), [(15, 31), (16, None)])
+def test_a_groups_policy_hears_of_each_round(pause, seconds, monkeypatch):
+    """Two lanes, of which one has all its tokens early; the other goes on in two rows, and at once."""
+    target, clock = tiny_target("llama"), Clock(monkeypatch, work=16)
+    text = [3, *plain_tokens(target, [3], 80)]
+    drafter = ScriptedDrafter(tiny_drafter().config, dict(enumerate(text)), frozenset(range(0, 80, 3)))
+    engine = Engine(target, drafter, policy=Notes(4))
+    lanes = [lane_of(target, drafter, text[:start], wanted, 4) for start, wanted in ((9, 8), (5, 40))]
+    for lane in lanes:
+        engine.join(lane)
+    for expected in range(1, 9):
+        results = engine.advance()
+        clock.now += pause
+        assert len(engine.policy.heard) == expected
+        report = engine.policy.heard[-1]
+        assert (report.rows, report.drafted, report.width) == (2, 4, 4)
+        assert report.seconds == (seconds if expected > 1 else 16)
+        found = [(lane, accepted, list(path[: accepted + 1])) for lane, accepted, path in report.kept]
+        assert found == [(lane, step.num_accepted, list(range(step.num_accepted + 1))) for lane, step in results]
+    assert [lane for lane, _ in results] == lanes[1:]
+
+
+def test_a_lane_that_is_left_alone_drafts_on(monkeypatch):
+    """Only a lone answer's very first round is a plain one."""
+    monkeypatch.setattr(batches, "_ROUNDS_UNUSED", 0)
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    engine = Engine(target, drafter, policy=FixedGroup(3))
+    short, long = (lane_of(target, drafter, [3, 1], wanted, 3) for wanted in (5, 40))
+    engine.join(short)
+    engine.join(long)
+    widths, rows = [], []
+    for _ in range(15):
+        rows.append(len(engine._batch.rows))
+        widths += [step.width for lane, step in engine.advance() if lane is long]
+    assert widths == [3] * 15
+    assert rows[1] == 2
+    assert rows[-1] == 1
+
+
+def test_prefill_tells_how_far_it_is(monkeypatch):
+    """Of what the session does not hold yet, in chunks of four; it may be stopped between them."""
+    monkeypatch.setattr(engines, "PREFILL_STEP", 4)
+    session, seen = Session(tiny_target("llama"), None), []
+
+    def stop(*at):
+        seen.append(at)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prefill(session, [*range(1, 20)], stop)
+    assert seen == [(4, 19), (8, 19)]
+    assert session.tokens == [*range(1, 9)]
+    prefill(session, [*range(1, 20)], lambda *at: seen.append(at))
+    assert seen[2:] == [(4, 11), (8, 11), (11, 11)]
+    assert session.tokens == [*range(1, 20)]
 
 
 def test_an_answer_left_open_gives_way_to_the_next(target):

@@ -7,6 +7,7 @@ import zipfile
 from dataclasses import replace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from cases import CASES, HIDDEN, VOCAB, make_weights, write_folder
@@ -265,3 +266,16 @@ def test_a_quantized_reduced_vocabulary_keeps_its_tokens(tmp_path):
     drafter = load_drafter(tmp_path / "small", dtype=mx.float32, keep_quantized=True)
     assert drafter.config.draft_token_ids == tuple(ids)
     assert drafter.lm_head.bits == 8
+
+
+def test_what_scales_do_not_divide_stays_as_it_is(tmp_path, monkeypatch):
+    """Where a drafter is quantized on loading, 64 weights share a scale: rows of 128 can be, those of 32 and 96 not."""
+    monkeypatch.setattr(checkpoint, "drafter_precision", lambda *_, **__: (mx.float32, 8))
+    config = {**CASES["full"], "intermediate_size": 128}
+    drafter = load_drafter(write_folder(tmp_path, config), dtype=mx.float32)
+    for layer in drafter.layers:
+        assert isinstance(layer.mlp.down_proj, nn.QuantizedLinear)
+        assert type(layer.mlp.up_proj) is nn.Linear
+        assert type(layer.self_attn.q_proj) is nn.Linear
+    assert type(drafter.fc) is nn.Linear
+    assert mx.isfinite(hidden_without_context(drafter)).all().item()

@@ -131,6 +131,8 @@ def test_dflash_2():
         (2, 16, 8, 16)
     )
     assert not parse_draft_config(OLD).is_dflash2
+    # As many candidates as there are tokens, and no more.
+    assert parse_draft_config(second(selector_top_k=100)).selector_top_k == 100
 
 
 @pytest.mark.parametrize(

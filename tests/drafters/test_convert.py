@@ -68,6 +68,8 @@ def test_there_and_back(name, tmp_path):
         assert all(same_bits(found[key], expected[key]) for key in expected)
         assert mx.array_equal(drafts(folder), drafts(source)).item()
     assert read_checkpoint(tmp_path / "back").config == read_checkpoint(source).config
+    # What Transformers reads the layers with.
+    assert raw(tmp_path / "back")["model_type"] == raw(source).get("model_type", "qwen3") == "qwen3"
 
 
 def test_what_speculators_reads(tmp_path):
@@ -83,6 +85,19 @@ def test_what_speculators_reads(tmp_path):
     assert "dflash_config" not in layer
     assert config["speculators_config"]["verifier"]["name_or_path"] == "org/target"
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+
+
+def test_layers_that_slide_are_named_one_by_one(tmp_path):
+    """Also where the source only says that some do: other readers know the list alone."""
+    full = {name: value for name, value in CASES["full"].items() if name != "layer_types"}
+    count = full["num_hidden_layers"]
+    some = {**full, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    every = {**full, "dflash_config": {**full["dflash_config"], "use_swa": True, "swa_window_size": 8}}
+    for name, config, sliding in (("some", some, count - 1), ("every", every, count)):
+        convert_drafter(in_bfloat16(tmp_path / name, config), tmp_path / f"{name} out", to="speculators")
+        layer = raw(tmp_path / f"{name} out")["transformer_layer_config"]
+        assert layer["layer_types"] == ["full_attention"] * (count - sliding) + ["sliding_attention"] * sliding
+        assert mx.array_equal(drafts(tmp_path / f"{name} out"), drafts(tmp_path / name)).item()
 
 
 def test_dflash2_fields(tmp_path):

@@ -172,6 +172,68 @@ def test_where_every_row_costs_the_same_it_is_plain_decoding(text):
     assert run(GroupWidth(proportional(), PLACES), proportional(), TEXTS[text], 8, 400) > 0.97
 
 
+def rounds_drafted(policy, lanes, chances):
+    """Which of the rounds are drafted, 1 or 0 for each, when the drafts of each have such a chance."""
+    drafted = []
+    for chance in chances:
+        places = policy.next_width(lanes)
+        drafted.append(min(places, 1))
+        if places:
+            width_by(policy, np.full((lanes, places), chance))
+    return drafted
+
+
+def test_each_rest_is_twice_as_long_as_the_one_before():
+    """Four rounds in a row without a verified draft, and a rest: of 16 rounds first, of 256 at most.
+
+    With 32 lanes drafts of 0.3 are not worth a verification: it brings 0.3 tokens and costs half a plain round more.
+    """
+    rests = [16, 32, 64, 128, 256, 256]
+    expected = [round for rest in rests for round in [1] * 4 + [0] * rest]
+    assert rounds_drafted(GroupWidth(bound_by_memory(), PLACES), 32, [0.3] * len(expected)) == expected
+
+
+def test_a_verified_draft_makes_the_next_rest_a_first_one():
+    """Drafts of 0.99 are worth it: 0.99 tokens for half a plain round."""
+    policy = GroupWidth(bound_by_memory(), PLACES)
+    assert rounds_drafted(policy, 32, [0.3] * 3 + [0.99] + [0.3] * 4 + [0.3] * 16) == [1] * 8 + [0] * 16
+    assert rounds_drafted(policy, 32, [0.99] + [0.3] * 4 + [0.3] * 17) == [1] * 5 + [0] * 16 + [1]
+
+
+class Expects:
+    """Stands for the acceptance so far: the tokens expected of a round, by width."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def expected_tokens(self, places):
+        return [self.tokens.get(width, 0.0) for width in range(places + 1)]
+
+
+def costs_by_width(seconds):
+    """Of 8 lanes, rounds that cost so much by their width; plain ones take two seconds."""
+    return GroupCosts({8: 2.0}, {8 * (width + 1): cost for width, cost in seconds.items()}, {8: 0.0, 128: 0.0})
+
+
+def test_another_width_has_to_promise_three_hundredths_more():
+    policy = GroupWidth(costs_by_width({1: 3.0, 15: 3.0}), PLACES)
+    chosen = []
+    for tokens in ({3: 2.0}, {3: 2.0, 7: 2.05}, {3: 2.0, 7: 2.07}, {3: 2.125, 7: 2.07}, {3: 2.14, 7: 2.07}):
+        policy.estimate = Expects(tokens)
+        chosen.append(policy.next_width(8))
+    assert chosen == [3, 3, 7, 7, 3]
+
+
+def test_lanes_rest_where_the_best_width_brings_no_more_than_plain_rounds():
+    """Rounds of any width take 3 seconds, plain ones 2: more than 1.5 tokens are worth it."""
+    policy = GroupWidth(costs_by_width({1: 3.0, 15: 3.0}), PLACES)
+    policy.estimate = Expects({1: 1.5, 3: 1.4})
+    rests = [16, 32]
+    assert [policy.next_width(8) for _ in range(56)] == [width for n in rests for width in [1] * 4 + [0] * n]
+    policy.estimate = Expects({1: 1.55})
+    assert [policy.next_width(8) for _ in range(40)] == [1] * 40
+
+
 def test_cheap_drafts_that_are_never_verified_are_not_made_for_ever():
     """A draft of 8 % of a plain round, of which no part is worth a verification: drafting should rest."""
     assert run(GroupWidth(bound_by_memory(), PLACES), bound_by_memory(), sure(0.3), 32, 1000) > 0.97
@@ -236,4 +298,5 @@ def test_a_fixed_group_is_always_as_wide():
     policy = FixedGroup(3)
     assert not policy.reads_confidence
     assert [policy.next_width(lanes) for lanes in (2, 9)] == [3, 3]
-    assert width_by(policy, np.full((2, 3), 0.01)) == 3
+    # Also where one lane is left in two rows.
+    assert [width_by(policy, np.full((lanes, 3), 0.01)) for lanes in (2, 1)] == [3, 3]

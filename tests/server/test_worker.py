@@ -2,22 +2,36 @@
 
 import asyncio
 import itertools
+import math
 import random
 import threading
 import time
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_map
 from serving import answer, collect, job, random_prompt, random_tokens, tokens_of, wait_until
+from test_generation import make_pair
 from tiny import VOCAB
+from tiny_families import family_target
 
 from dflash_mlx.answer import Answer
+from dflash_mlx.answering import Answering
 from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.errors import PromptError, UsageError
 from dflash_mlx.generation import generate
+from dflash_mlx.pair import ModelPair
+from dflash_mlx.policy.group import GroupCosts
 from dflash_mlx.sampling import SamplingParams
-from dflash_mlx.server.worker import Job, QueueFullError, TooLargeError, Worker, WorkerClosedError
+from dflash_mlx.server.worker import (
+    Job,
+    QueueFullError,
+    TooLargeError,
+    Worker,
+    WorkerClosedError,
+    worthwhile_lanes,
+)
 
 
 def test_many_at_once_are_each_answered_as_alone(pair, serve):
@@ -242,6 +256,154 @@ def test_a_full_queue_is_refused_and_says_when_to_come_back(serve):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("active", "queue", "seconds"),
+    [
+        (4, 0, 1),  # less than a second is one
+        (2, 10, 3),  # 12 wait for 2 places, each of which an answer of a second frees: half of that
+        (2, 11, 4),
+        (1, 200, 60),  # nobody is told to wait longer than a minute
+    ],
+)
+def test_how_long_to_stay_away_from_a_full_queue(pair, active, queue, seconds):
+    """An answer is taken to last a second as long as none has been made."""
+    worker = Worker(pair, max_active=active, max_queue=queue)
+    for _ in range(active + queue):
+        worker.submit(job([1]))
+    with pytest.raises(QueueFullError) as refusal:
+        worker.submit(job([1]))
+    assert refusal.value.retry_after == seconds
+    worker.close()
+
+
+def test_what_waits_for_the_first_time_makes_no_progress_since_then(pair):
+    worker = Worker(pair)
+    time.sleep(0.05)
+    assert worker.status().seconds_since_progress == 0.0
+    before = time.perf_counter()
+    worker.submit(job([1]))
+    time.sleep(0.02)
+    worker.submit(job([2]))
+    assert 0.02 <= worker.status().seconds_since_progress <= time.perf_counter() - before
+    worker.close()
+    assert worker.status().seconds_since_progress == 0.0
+
+
+def test_times_between_tokens_are_those_after_the_first_round(serve):
+    worker = serve()
+    began = time.perf_counter()
+    found = [answer(worker, job([first, 2], 12)) for first in (3, 4)]
+    spent = time.perf_counter() - began
+    worker.close()
+    between = worker.status().totals.between_tokens
+    assert between.count == sum(len(responses) - 1 for responses in found) > 2
+    assert 0 < between.total < spent
+
+
+@pytest.mark.parametrize(
+    ("plain", "lanes"),
+    [
+        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 2.0}, 4),  # 8 take twice as long as 4
+        ({1: 1.0, 2: 1.8, 4: 3.3}, 2),  # 2 / 1.8 is more than a tenth, 3.6 / 3.3 is not
+        ({2: 1.1, 4: 2.0}, 4),  # a tenth is enough
+        ({2: 1.0, 8: 1.0}, 2),  # as far as is known without a gap
+        ({1: 1.0, 2: 2.0, 4: 2.0}, 1),
+    ],
+)
+def test_as_many_at_a_time_as_twice_as_many_bring_a_tenth_more(plain, lanes):
+    assert worthwhile_lanes(plain) == lanes
+
+
+def test_quick_answers_shorten_the_time_to_stay_away(serve):
+    """The newest answer counts for a fifth: after eight, 0.8^8 is left of the first guess, a second."""
+    worker = serve(max_active=1, max_queue=8)
+    longest = 0.0
+    for i in range(8):
+        began = time.perf_counter()
+        answer(worker, job([1 + i], 2))
+        longest = max(longest, time.perf_counter() - began)
+
+    async def run():
+        endless = SamplingParams(max_tokens=5000, logit_bias={0: -1000.0})
+        blocker = worker.submit(Job(prompt=[1], params=endless))
+        await blocker.__anext__()
+        waiting = [worker.submit(job([1])) for _ in range(8)]
+        with pytest.raises(QueueFullError) as refusal:
+            worker.submit(job([1]))
+        for ticket in [blocker, *waiting]:
+            ticket.cancel()
+        return refusal.value.retry_after
+
+    assert asyncio.run(run()) <= math.ceil((0.8**8 + longest) * 8 / 2)
+
+
+def never(*_, **__):
+    raise AssertionError("measured")
+
+
+def limit_of(pair, **options):
+    """How many answers a worker makes at a time."""
+    worker = Worker(pair, **options)
+    worker.start()
+    wait_until(lambda: worker.status().ready or worker.status().error)
+    worker.close()
+    assert worker.status().error is None
+    return worker.max_active
+
+
+def test_how_many_at_a_time(monkeypatch):
+    """As many as are wished, else as the measured costs say; of a target that makes its answers one by one, four."""
+    pair = make_pair()
+    pair._group_costs = {32: GroupCosts({2: 1.0, 4: 1.1, 8: 1.2, 16: 2.4, 32: 4.8}, {4: 1.1, 64: 1.2}, {4: 0.1})}
+    monkeypatch.setattr(ModelPair, "round_costs", lambda _: None)
+    assert limit_of(pair) == 8
+    monkeypatch.setattr(ModelPair, "group_costs", never)
+    assert limit_of(pair, width=4) == 32
+    assert limit_of(pair, width=4, max_active=7) == 7
+    assert limit_of(make_pair(target=family_target("recurrent_gemma")), width=4) == 4
+
+
+def test_a_worker_that_never_drafts_measures_nothing_of_it(pair, monkeypatch):
+    monkeypatch.setattr(ModelPair, "round_costs", never)
+    monkeypatch.setattr(ModelPair, "group_costs", never)
+    assert limit_of(pair, draft=False) == 32
+
+
+def test_models_that_are_not_computed_yet_are_before_the_worker_begins(pair, serve):
+    """What one thread has put off no other thread can compute."""
+    lazy = make_pair()
+    for model in (lazy.target.model, lazy.drafter):
+        model.update(tree_map(lambda array: array + 0, model.parameters()))
+    worker = Worker(lazy, width=4)
+    worker.start()
+    found = tokens_of(answer(worker, job([5, 6], 8)))
+    worker.close()
+    assert found == generate(pair, [5, 6], SamplingParams(max_tokens=8), draft=False).token_ids
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_bug_in_the_worker_nobody_waits(serve, monkeypatch):
+    worker = serve(max_active=1)
+
+    async def run():
+        tickets = [worker.submit(job([1], 5000)), worker.submit(job([2], 5000))]
+        await tickets[0].__anext__()
+
+        def broken(_):
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(Answering, "turn", broken)
+        for ticket in tickets:
+            with pytest.raises(WorkerClosedError, match=r"has failed \(KeyError: 'a bug'\)"):
+                await collect(ticket)
+
+    asyncio.run(run())
+    status = worker.status()
+    assert (status.ready, status.error, status.active, status.queued) == (False, "KeyError: 'a bug'", 0, 0)
+    with pytest.raises(WorkerClosedError, match="has failed"):
+        worker.submit(job([1]))
+
+
 def test_requests_that_cannot_be_met_are_refused_at_once(serve):
     worker = serve(memory_bytes=mx.get_active_memory() + 3_000_000)
     with pytest.raises(PromptError, match="empty"):
@@ -250,7 +412,7 @@ def test_requests_that_cannot_be_met_are_refused_at_once(serve):
         worker.submit(job([1] * 8192))
     with pytest.raises(PromptError, match=f"from 0 to {VOCAB - 1}"):
         worker.submit(job([1, VOCAB]))
-    with pytest.raises(UsageError, match="logit_bias"):
+    with pytest.raises(UsageError, match=f"logit_bias .* from 0 to {VOCAB - 1}; got {VOCAB}"):
         worker.submit(Job(prompt=[1], params=SamplingParams(logit_bias={VOCAB: 1.0})))
     with pytest.raises(TooLargeError, match=r"needs \d+\.\d+ GB"):
         worker.submit(job([1] * 8000))
@@ -298,6 +460,7 @@ def test_closing_finishes_what_it_can_and_cancels_the_rest(serve):
 
     ended = asyncio.run(run(0.0, 8000))
     assert ended == ["closed"] * 4
+    assert worker.status().error is None
     with pytest.raises(WorkerClosedError):
         worker.submit(job([1]))
     worker.close()
