@@ -189,13 +189,26 @@ class Answering:
         return answer.session.drafter if answer.drafting else None
 
     def _engine_for(self, answer: Answer) -> Engine:
-        """Answers with and without a drafter are made apart, and each by itself where the target cannot do several."""
+        """Answers with and without a drafter are made apart, and short ones apart from much longer ones.
+
+        Each is made by itself where the target cannot do several.
+        """
         target, drafter = self.pair.target, self._drafter_of(answer)
         for engine in self._engines:
-            if target.takes_rows() and engine.drafter is drafter:
+            if target.takes_rows() and engine.drafter is drafter and self._suits(engine, len(answer.prompt)):
                 return engine
         self._engines.append(Engine(target, drafter, policy=self._policy))
         return self._engines[-1]
+
+    def _suits(self, engine: Engine, tokens: int) -> bool:
+        """Whether an answer with so many tokens should share its rounds with an engine's.
+
+        The rows of a batch are all as long as the longest. What is read of the caches for that must be less than the
+        weights that rounds of its own would read again.
+        """
+        lengths = [len(lane.session.tokens) for lane in engine.lanes]
+        added = _padding([*lengths, tokens]) - _padding(lengths)
+        return added * self.pair.target.position_bytes <= self.pair.target.weight_bytes
 
     def _advance(self, engine: Engine) -> list[tuple[Answer, News]]:
         lanes = engine.lanes
@@ -214,3 +227,8 @@ class Answering:
             if isinstance(found, Exception) or found.finish_reason is not None:
                 self.remove(answer)
         return news
+
+
+def _padding(lengths: Sequence[int]) -> int:
+    """Positions that rows of these lengths have too many, when all are as long as the longest."""
+    return len(lengths) * max(lengths, default=0) - sum(lengths)

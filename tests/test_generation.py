@@ -303,6 +303,43 @@ def test_a_prompt_does_not_wait_while_places_are_free(monkeypatch):
             assert not answering._reading
 
 
+def test_short_answers_do_not_share_their_rounds_with_much_longer_ones():
+    """All rows of a batch are as long as the longest: reading that must cost less than reading the weights again."""
+    pair = make_pair()
+    target = pair.target
+    layers, heads = target.config["num_hidden_layers"], target.config["num_key_value_heads"]
+    assert target.position_bytes == 2 * 4 * layers * heads * target.head_dim
+    most = target.weight_bytes // target.position_bytes
+    with Answering(pair, draft=False, most_lanes=4) as answering:
+        texts = {}
+
+        def start(length):
+            answer = Answer(pair, [3 + i % 20 for i in range(length)], SamplingParams(max_tokens=60), draft=False)
+            answering.add(answer)
+            texts[answer] = []
+
+        def turn():
+            for answer, news in answering.turn():
+                if not isinstance(news, tuple):
+                    texts[answer] += news.token_ids
+
+        start(10)
+        turn()
+        start(most // 2)
+        turn()
+        assert [len(engine.lanes) for engine in answering._engines] == [2]
+        start(10 + 2 * most)
+        while answering._reading:
+            turn()
+        assert [len(engine.lanes) for engine in answering._engines] == [2, 1]
+        start(2 * most)
+        while answering.count:
+            turn()
+            assert len(answering._engines) <= 2
+    for answer, tokens in texts.items():
+        assert tokens == plain_tokens(target, answer.prompt, 60, {0})
+
+
 def test_nothing_is_copied_for_a_session_that_ends_with_its_answer(monkeypatch):
     pair = make_pair()
     given = []

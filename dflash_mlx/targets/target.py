@@ -88,6 +88,17 @@ class Target:
                 leaf.offset = 0
         return caches
 
+    @cached_property
+    def position_bytes(self) -> int:
+        """Bytes that a token takes in the caches of attention."""
+        held = [leaf for leaf in leaves(self.blank_caches) if not isinstance(leaf, ArraysCache)]
+        return sum(array.nbytes // array.shape[2] for leaf in held for array in (leaf.keys, leaf.values))
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(array.nbytes for _, array in tree_flatten(self.model.parameters()))
+
     def takes_rows(self) -> bool:
         """Whether the model computes several answers in one batch; found out by running it, the first time."""
         if self._rows is None:
