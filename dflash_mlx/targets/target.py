@@ -91,7 +91,7 @@ class Target:
     @cached_property
     def position_bytes(self) -> int:
         """Bytes that a token takes in the caches of attention."""
-        held = [leaf for leaf in leaves(self.blank_caches) if not isinstance(leaf, ArraysCache)]
+        held: list[Any] = [leaf for leaf in leaves(self.blank_caches) if not isinstance(leaf, ArraysCache)]
         return sum(array.nbytes // array.shape[2] for leaf in held for array in (leaf.keys, leaf.values))
 
     @cached_property
