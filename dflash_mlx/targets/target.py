@@ -91,13 +91,13 @@ class Target:
     @cached_property
     def position_bytes(self) -> int:
         """Bytes that a token takes in the caches of attention."""
-        held: list[Any] = [leaf for leaf in leaves(self.blank_caches) if not isinstance(leaf, ArraysCache)]
+        held = [leaf for leaf in leaves(self.blank_caches) if not isinstance(leaf, ArraysCache)]
         return sum(array.nbytes // array.shape[2] for leaf in held for array in (leaf.keys, leaf.values))
 
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return sum(array.nbytes for _, array in tree_flatten(self.model.parameters()))
+        return sum(array.nbytes for array in dict(tree_flatten(self.model.parameters())).values())
 
     def takes_rows(self) -> bool:
         """Whether the model computes several answers in one batch; found out by running it, the first time."""
