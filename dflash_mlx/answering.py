@@ -19,11 +19,13 @@ News = GenerationResponse | Exception | tuple[int, int]
 # Reading prompts may take so many times as long as a round, while answers are running: their tokens then come at most
 # this much later.
 _READING = 1.5
-_SMALLEST_CHUNK = 16
+_SMALLEST_CHUNK = 8
 # Prompts that are read in one pass are filled up to the longest, which may make the pass this much longer.
 _PADDING = 1.25
 # Where every place is taken, prompts may wait so many rounds for others, to be read in one pass with them.
 _MOST_WAITED = 8
+# Rows that are longer than need be may take this share of the weights' bytes.
+_MOST_PADDING = 0.5
 
 
 class Answering:
@@ -97,6 +99,7 @@ class Answering:
             answers = self._next_to_read(turns, chunk)
             turns -= len(answers)
             before, started = sum(answer.unread for answer in answers), time.perf_counter()
+            new = all(not answer.session.tokens for answer in answers)
             try:
                 if len(answers) > 1:
                     self._read_together(answers)
@@ -105,7 +108,9 @@ class Answering:
             except Exception as error:
                 news += [(answer, error) for answer in answers]
                 continue
-            self._time_reading(before - sum(answer.unread for answer in answers), time.perf_counter() - started)
+            left = sum(answer.unread for answer in answers)
+            if before - left >= _SMALLEST_CHUNK:
+                self._times.observe(before - left, time.perf_counter() - started, whole=new and left == 0)
             news += [(answer, (len(answer.session.tokens) - answer.cached_tokens, before)) for answer in answers]
         return news
 
@@ -181,10 +186,6 @@ class Answering:
             return PREFILL_STEP
         return self._times.tokens_in(_READING * self._round_seconds, least=_SMALLEST_CHUNK, most=PREFILL_STEP)
 
-    def _time_reading(self, tokens: int, seconds: float) -> None:
-        if tokens >= _SMALLEST_CHUNK:
-            self._times.observe(tokens, seconds)
-
     def _drafter_of(self, answer: Answer) -> DFlashDrafter | None:
         return answer.session.drafter if answer.drafting else None
 
@@ -203,12 +204,12 @@ class Answering:
     def _suits(self, engine: Engine, tokens: int) -> bool:
         """Whether an answer with so many tokens should share its rounds with an engine's.
 
-        The rows of a batch are all as long as the longest. What is read of the caches for that must be less than the
-        weights that rounds of its own would read again.
+        The rows of a batch are all as long as the longest. What is read and computed for that must be clearly less than
+        the weights, which rounds of its own would read again.
         """
         lengths = [len(lane.session.tokens) for lane in engine.lanes]
         added = _padding([*lengths, tokens]) - _padding(lengths)
-        return added * self.pair.target.position_bytes <= self.pair.target.weight_bytes
+        return added * self.pair.target.position_bytes <= _MOST_PADDING * self.pair.target.weight_bytes
 
     def _advance(self, engine: Engine) -> list[tuple[Answer, News]]:
         lanes = engine.lanes
