@@ -19,6 +19,7 @@ def start(*folders: Path, arguments: tuple[str, ...] = ("--version",), **environ
     ran = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **environment},
+        cwd=folders[0],  # with -c, the current folder comes first in Python's path
         capture_output=True,
         text=True,
         timeout=120,
