@@ -12,10 +12,13 @@ _BEGIN, _END = "dflash_mlx-", ".dist-info"
 
 
 def other_version() -> str | None:
-    """The version of the other distribution `dflash-mlx`, if it is installed where Python looks for modules.
+    """The version of the other distribution `dflash-mlx`, if it is installed where Python looks for modules."""
+    found = _find()
+    return found[0] if found else None
 
-    Only names in folders are read, since every start of the command does this.
-    """
+
+def _find() -> tuple[str, str] | None:
+    """The other distribution's version and folder. Only names in folders are read, as every start does this."""
     for folder in sys.path:
         try:
             names = os.listdir(folder or ".")
@@ -23,7 +26,7 @@ def other_version() -> str | None:
             continue
         for name in names:
             if name.startswith(_BEGIN) and name.endswith(_END):
-                return name[len(_BEGIN) : -len(_END)]
+                return name[len(_BEGIN) : -len(_END)], folder
     return None
 
 
@@ -37,15 +40,22 @@ def explain(version: str) -> str:
 
 def main() -> int:
     """Run the command line; returns the exit code. The console script's entry."""
-    other = other_version()
+    found = _find()
+    doctor = sys.argv[1:2] == ["doctor"]  # says it in its own report
+    if found and os.path.realpath(found[1]) == os.path.dirname(os.path.realpath(__file__)) and not doctor:
+        # Files of both lie in one folder. Some commands would start, and fail later.
+        return _refuse(found[0])
     try:
         from dflash_mlx.cli.app import main as run
     except Exception:
-        if other is None:
+        if found is None:
             raise
-        print(f"error: {explain(other)}", file=sys.stderr)
-        return 1
-    # Not while a shell completes a command, and doctor says it in its own report.
-    if other is not None and "_DFLASH_MLX_COMPLETE" not in os.environ and sys.argv[1:2] != ["doctor"]:
-        print(f"warning: {explain(other)}", file=sys.stderr)
+        return _refuse(found[0])
+    if found and not doctor and "_DFLASH_MLX_COMPLETE" not in os.environ:  # a shell that completes shows no warnings
+        print(f"warning: {explain(found[0])}", file=sys.stderr)
     return run()
+
+
+def _refuse(version: str) -> int:
+    print(f"error: {explain(version)}", file=sys.stderr)
+    return 1

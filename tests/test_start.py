@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,15 @@ def test_a_module_of_both_is_explained_without_a_traceback(other: Path, own_file
     [line] = err.splitlines()
     assert line.startswith("error: ")
     assert "pip uninstall" in line
+
+
+def test_files_of_both_in_one_folder_are_not_started(other: Path) -> None:
+    """Although the import of the first modules may succeed."""
+    shutil.copy(ROOT / "dflash_on_mlx.py", other)
+    code, out, err = start(other, arguments=("models",))
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
 
 
 def test_a_shell_that_completes_hears_nothing(other: Path) -> None:
