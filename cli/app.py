@@ -105,7 +105,7 @@ def root(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code. The console script's entry."""
+    """Run the command line; returns the exit code. The console script comes here through dflash_on_mlx.py."""
     debug, arguments = _take_debug(list(sys.argv[1:] if argv is None else argv))
     for stream in (sys.stdout, sys.stderr):
         # A model may write any character; a terminal in an old encoding must not end the answer.

@@ -14,6 +14,7 @@ from dflash_mlx import __version__
 from dflash_mlx.cli import options
 from dflash_mlx.cli.output import can_draw, is_terminal, styled
 from dflash_mlx.errors import DFlashError
+from dflash_on_mlx import explain, other_version
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -41,13 +42,20 @@ def examine() -> dict[str, Any]:
     """Look at everything; what cannot be looked at becomes a problem in words."""
     problems: list[str] = []
     found: dict[str, Any] = {"dflash_mlx": __version__}
-    for look in (_backend, _speed, _tokenizers, _cache, _pairs):
+    for look in (_installation, _backend, _speed, _tokenizers, _cache, _pairs):
         try:
             found |= look()
         except (DFlashError, ImportError, OSError, RuntimeError, ValueError) as error:
             problems.append(f"{_NAMES[look]}: {' '.join(str(error).split()) or type(error).__name__}")
     found["terminal"] = _terminal()
     return {**found, "advice": list(found.get("advice", ())), "problems": problems}
+
+
+def _installation() -> dict[str, Any]:
+    other = other_version()
+    if other is not None:
+        raise RuntimeError(explain(other))
+    return {}
 
 
 def _backend() -> dict[str, Any]:
@@ -115,6 +123,7 @@ def _pairs() -> dict[str, Any]:
 
 
 _NAMES: dict[Callable[[], dict[str, Any]], str] = {
+    _installation: "installation",
     _backend: "MLX",
     _speed: "computing",
     _tokenizers: "mlx-lm",

@@ -207,7 +207,8 @@ def _linux_advice(facts: Backend) -> list[str]:
     if _output_of("nvidia-smi", "-L"):
         # The CPU's and the GPU's build of MLX are one file in two packages; the one that was installed last counts.
         advice.append(
-            "this machine has an NVIDIA GPU and MLX was installed for the CPU: pip install 'dflash-mlx[cuda]', then "
+            "this machine has an NVIDIA GPU and MLX was installed for the CPU: "
+            f"pip install 'mlx[cuda13]=={facts.mlx_version}', then "
             f"pip install --force-reinstall --no-deps mlx-cuda-13=={facts.mlx_version}"
         )
     return advice

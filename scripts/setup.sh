@@ -129,6 +129,11 @@ if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     if [ "$(uname -s)" = Linux ]; then check_linux; fi
     make_venv
 fi
+# Another distribution with the same module dflash_mlx: another project's, or this one under the name that it had first.
+if "$VENV/bin/python" -m pip show --quiet dflash-mlx >/dev/null 2>&1; then
+    say "removing the distribution dflash-mlx from $VENV: it has the same module as this project, dflash-on-mlx"
+    "$VENV/bin/python" -m pip uninstall --yes --quiet dflash-mlx >&2
+fi
 say "installing dflash-mlx and what it needs into $VENV (350 MB on disk)"
 "$VENV/bin/python" -m pip install --disable-pip-version-check --editable "$what" >&2 ||
     fail "pip could not install the project; its own message is above." \

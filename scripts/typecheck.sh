@@ -8,4 +8,5 @@ tree=.mypy_cache/tree
 rm -rf "$tree"
 mkdir -p "$tree/dflash_mlx"
 for item in dflash_mlx/* cli models; do ln -s "$(pwd)/$item" "$tree/dflash_mlx/"; done
-"$VENV/bin/mypy" "$tree/dflash_mlx"
+ln -s "$(pwd)/dflash_on_mlx.py" "$tree/"
+"$VENV/bin/mypy" "$tree/dflash_mlx" "$tree/dflash_on_mlx.py"

@@ -196,7 +196,7 @@ def test_two_drafters_in_turn(target):
 
 
 def test_features_are_the_residual_stream(target):
-    """What is tapped behind the last layer, normed and given to the head, is the model's own best token."""
+    """What is tapped after the last layer, normed and given to the head, is the model's own best token."""
     drafter = tiny_drafter(block_size=4, taps=(0, LAYERS - 1))
     assert len(check_pair(target, drafter, dtype=mx.float32)) == 4
 

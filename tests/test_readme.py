@@ -1,5 +1,7 @@
-"""What the README shows exists and runs."""
+"""What the README and the pages in docs/ show exists and runs."""
 
+import dataclasses
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -8,24 +10,43 @@ from typing import Any
 import pytest
 import typer
 
+import dflash_mlx
+from dflash_mlx import errors
 from dflash_mlx.cli.app import app
+from dflash_mlx.decoding.stats import Acceptance
 from dflash_mlx.pair import ModelPair
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PATHS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
+README = DOCUMENTS["README.md"]
+MAP = DOCUMENTS["docs/architecture.md"]
+API = DOCUMENTS["docs/python-api.md"]
 
 
-def blocks(language: str, document: str = README) -> list[str]:
+def blocks(language: str, document: str) -> list[str]:
     """The fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
 
 
+def prose(document: str) -> str:
+    """A document without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", document, flags=re.MULTILINE | re.DOTALL)
+
+
 def shell_commands() -> list[list[str]]:
-    """Every command line in the README and in its companions, in words; pipes are cut, comments dropped."""
-    more = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "models.md"]
-    documents = [README, *(path.read_text(encoding="utf-8") for path in more)]
-    lines = [line for document in documents for block in blocks("sh", document) for line in block.splitlines()]
-    inline = [code for document in documents for code in re.findall(r"`((?:dflash-mlx|make) [^`\n]+)`", document)]
+    """Every command line in the documents, in words; pipes are cut, comments dropped."""
+    lines = [
+        line
+        for document in DOCUMENTS.values()
+        for block in blocks("sh", document)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    inline = [
+        code
+        for document in DOCUMENTS.values()
+        for code in re.findall(r"`((?:dflash-mlx|make) [^`\n]+)`", prose(document))
+    ]
     commands = []
     for line in lines + inline:
         words = shlex.split(line, comments=True)
@@ -37,7 +58,7 @@ def shell_commands() -> list[list[str]]:
 
 def file_map() -> dict[str, str]:
     """Path -> what the map says about it. Two spaces of indent are one folder; deeper ones continue a list."""
-    [block] = [b for b in blocks("text") if "pyproject.toml" in b]
+    [block] = [b for b in blocks("text", MAP) if "pyproject.toml" in b]
     paths: dict[str, str] = {}
     folders: list[str] = []
     for line in block.splitlines():
@@ -69,7 +90,7 @@ def test_the_command_lines_are_real() -> None:
             continue
         name = next((n for n in (" ".join(words[1:3]), words[1]) if n in known), None)
         command = known[name] if name else root
-        assert name or words[1].startswith("-"), f"the README shows the unknown command {shlex.join(words)}"
+        assert name or words[1].startswith("-"), f"unknown command: {shlex.join(words)}"
         options = {option for parameter in command.params for option in parameter.opts}
         for word in words[1:]:
             if word.startswith("-"):
@@ -91,7 +112,14 @@ def test_make_targets_and_extras_exist() -> None:
     for target in used:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"the Makefile has no target {target}"
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for extra in re.findall(r"(?:dflash-mlx|\.)\[(\w+)\]", README):
+    extras = {
+        name
+        for document in DOCUMENTS.values()
+        for names in re.findall(r"\.\[([\w,]+)\]", document)
+        for name in names.split(",")
+    }
+    assert {"cuda", "dev"} <= extras
+    for extra in extras:
         assert re.search(rf"^{extra} = \[", pyproject, re.MULTILINE), f"there is no extra {extra}"
 
 
@@ -116,31 +144,92 @@ def test_every_source_file_is_in_the_map() -> None:
         folder = path.rpartition("/")[0] + "/"
         described_whole = folder in paths and not any(p.startswith(folder) and p != folder for p in paths)
         if source.name != "__init__.py" and not described_whole:
-            assert path in paths, f"{path} is not in the README's map"
+            assert path in paths, f"{path} is not in the map in docs/architecture.md"
 
 
-def test_links_lead_somewhere() -> None:
-    headings = {
-        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
-        for heading in re.findall(r"^#+ (.*)$", README, re.MULTILINE)
-    }
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        elif not target.startswith("https://"):
-            assert (ROOT / target).is_file(), target
+def headings(document: str) -> set[str]:
+    """The names by which links reach a document's headings."""
+    found = re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, "CHANGELOG.md", "models/smollm2-135m-dflash/README.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    """To files that exist, and to headings that they have."""
+    path = ROOT / name
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, heading = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.is_file(), f"{name}: {link} leads nowhere"
+        if heading:
+            assert heading in headings(target.read_text(encoding="utf-8")), f"{name}: {link} leads to no heading"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_that_are_named_exist(name: str) -> None:
+    """Paths in the text, from the root or from the package; paths with a part in capitals stand for others."""
+    for path in re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|sh|toml|yml))", prose(DOCUMENTS[name])):
+        if not re.search(r"\b[A-Z]+\b", path.removesuffix("README.md")) and not path.startswith("build/"):
+            folders = (ROOT, ROOT / "dflash_mlx", ROOT / "tests")
+            assert any((folder / path).is_file() for folder in folders), f"{name}: there is no {path}"
+
+
+def test_the_readme_is_short_and_lists_every_page() -> None:
+    assert len(README.split()) < 1000
+    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)\)", README))
+    assert {name for name in DOCUMENTS if name.startswith("docs/")} == linked
+
+
+def test_the_public_names_are_described() -> None:
+    """Every name, every argument and every field is in the section about it."""
+    sections = dict(re.findall(r"^##+ ([^\n]+)\n(.*?)(?=^##|\Z)", API, re.MULTILINE | re.DOTALL))
+    for name in dflash_mlx.__all__:
+        [heading] = [heading for heading in sections if name in heading.split()]
+        public = getattr(dflash_mlx, name)
+        words = (
+            [field.name for field in dataclasses.fields(public)]
+            if dataclasses.is_dataclass(public)
+            else list(inspect.signature(public).parameters)
+        )
+        # `generate` has the arguments of `stream_generate`, and the functions for many are described together.
+        text = sections[heading] + (sections["stream_generate"] if name == "generate" else "")
+        for word in words:
+            assert word.startswith("_") or re.search(rf"`{word}`|\b{word}(?=[,)=])", text), f"{name}: {word}"
+    for word in ("per_position", "histogram", *(f.name for f in dataclasses.fields(Acceptance))):
+        assert word.startswith("_") or word == "recent" or f"`{word}`" in sections["Acceptance"], word
+    kinds = [k for k, v in vars(errors).items() if inspect.isclass(v) and issubclass(v, Exception)]
+    assert [kind for kind in kinds if f"| `{kind}` |" not in sections["Errors"]] == []
+
+
+def test_the_signatures_are_those_of_the_code() -> None:
+    for name in ("load_pair", "generate", "stream_generate", "generate_many", "stream_many"):
+        [shown] = re.findall(rf"^{name}\((.*?)\)$", "\n".join(blocks("text", API)), re.MULTILINE | re.DOTALL)
+        parameters = list(inspect.signature(getattr(dflash_mlx, name)).parameters.values())
+        keyword_only = [p.kind for p in parameters].index(inspect.Parameter.KEYWORD_ONLY)
+        written = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+        written.insert(keyword_only, "*")
+        assert " ".join(shown.split()) == ", ".join(written).replace("'", '"')
 
 
 @pytest.mark.model
-def test_the_python_example_runs(demo_pair: ModelPair, capsys: pytest.CaptureFixture[str]) -> None:
-    [example] = blocks("python")
-    lines = [line for line in example.splitlines() if line.strip()]
-    assert len(lines) == 5
+def test_the_python_examples_run(
+    demo_pair: ModelPair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One after another, as in a session of a reader."""
+    monkeypatch.setattr("dflash_mlx.pair.load_pair", lambda name: demo_pair)
+    first, *more = blocks("python", API)
     names: dict[str, Any] = {}
-    exec(compile(example, "README.md", "exec"), names)
-    printed = capsys.readouterr().out
-    answer = names["answer"]
+    exec(compile(first, "docs/python-api.md", "exec"), names)
+    printed, answer = capsys.readouterr().out, names["answer"]
     assert answer.text.strip()
     assert answer.text in printed
-    assert printed.rstrip().endswith("tokens a round")
+    assert re.search(r"tokens/s, acceptance length [\d.]+$", printed.rstrip())
     assert 1 <= answer.generation_tokens <= 100
+
+    assert len(more) >= 6
+    for example in more:
+        exec(compile(example, "docs/python-api.md", "exec"), names)
+        assert capsys.readouterr().out.strip()
+    assert names["second"].cached_tokens > 0
