@@ -96,7 +96,7 @@ def root(
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Show tracebacks, and the libraries' messages. Works behind any command, too."),
+        typer.Option("--debug", help="Show tracebacks, and the libraries' messages. Works after any command, too."),
     ] = False,
 ) -> None:
     # main() has taken --debug out already, wherever it stood; it is declared for --help.

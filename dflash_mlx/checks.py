@@ -131,7 +131,7 @@ def read_guesses(target: Target, drafter: DFlashDrafter, text: list[int]) -> Gue
 def _guess_at(
     target: Target, drafter: DFlashDrafter, tokens: list[int], features: mx.array, places: np.ndarray
 ) -> mx.array:
-    """The drafter's logits (P, n) for the token behind each of P places of a text with features (1, L, taps * D)."""
+    """The drafter's logits (P, n) for the token after each of P places of a text with features (1, L, taps * D)."""
     caches = drafter.make_cache()
     drafter.extend_context(features, caches)
     rows = Rows.blank(caches, len(places), len(tokens) + 2)

@@ -178,7 +178,7 @@ def _plain(pair: ModelPair, prompt: list[int], max_tokens: int) -> tuple[list[in
 
 
 def _gap(best: Sequence[_Best], at: int) -> float:
-    """The gap at a step; infinite behind plain decoding's end, where there is nothing to be close to."""
+    """The gap at a step; infinite after plain decoding's end, where there is nothing to be close to."""
     return best[at].gap if at < len(best) else math.inf
 
 

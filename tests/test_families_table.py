@@ -28,7 +28,7 @@ def listed_cases() -> list[tuple[str, str]]:
 
 
 def rollback_of(target) -> str:
-    """How a rejected block leaves this target's caches, found out by feeding one behind a prompt."""
+    """How a rejected block leaves this target's caches, found out by feeding one after a prompt."""
     cache = target.make_cache()
     rollback = choose_rollback(cache, target.layers, target.forward)
     if not isinstance(rollback, ReplayRollback):

@@ -92,7 +92,7 @@ class ReplayRollback:
         assert forward.fed == fed, f"a forward of {forward.fed} positions was committed as one of {fed}"
         if keep == fed:
             return
-        assert not self._forwards, "a block was only partly kept, and more had been fed behind it"
+        assert not self._forwards, "a block was only partly kept, and more had been fed after it"
         recording = forward.recording
         if keep and recording is not None and recording.is_complete(_recurrent(cache), fed):
             _restore(cache, forward, drop=fed - keep)

@@ -126,7 +126,7 @@ class Batch:
         count = self._wanted_rows()
         if len(self.rows) <= count:
             return list(range(before))
-        # Rows without a lane go, the last ones first, until as many are left as there should be; those behind take
+        # Rows without a lane go, the last ones first, until as many are left as there should be; those after take
         # the places of those that go.
         empty = [row for row, lane in enumerate(self.rows) if lane is None]
         gone = set(empty[count - len(self.rows) :])

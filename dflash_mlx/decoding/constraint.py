@@ -31,7 +31,7 @@ class Guide(Protocol):
         """These tokens came."""
 
     def allowed(self, drafts: list[int]) -> tuple[int, Bits]:
-        """How many of the drafts may come, one after another, and what may come at their rows and the one behind."""
+        """How many of the drafts may come, one after another, and what may come at their rows and the one after."""
 
 
 class Constraint(Protocol):

@@ -1,10 +1,10 @@
 """A tree of drafts: several ways the text may go on, judged in one forward (DDTree, arXiv 2604.12989, section 4).
 
-A drafter says of each place behind the anchor how likely each token is there, whatever comes before it. A path's chance
+A drafter says of each place after the anchor how likely each token is there, whatever comes before it. A path's chance
 is the product of its tokens' probabilities, so the likeliest paths are found best first, and the sum of their chances
 is the number of drafts that the target can be expected to keep.
 
-Rows of a round: row 0 is the anchor, row i the draft i - 1 of the tree. A row comes behind its parent's.
+Rows of a round: row 0 is the anchor, row i the draft i - 1 of the tree. A row comes after its parent's.
 """
 
 import heapq
@@ -78,7 +78,7 @@ def rank(scores: mx.array, count: int, token_ids: mx.array | None = None) -> Ran
 class Node(NamedTuple):
     """A draft in the order of growth.
 
-    chance: its path's; place: 0 right behind the anchor; rank: which of the place's candidates it is; parent: the node
+    chance: its path's; place: 0 right after the anchor; rank: which of the place's candidates it is; parent: the node
     before it on its path, None for the anchor.
     """
 
@@ -89,7 +89,7 @@ class Node(NamedTuple):
 
 
 def grow(candidates: Candidates, *, scale: float = 1.0) -> Iterator[Node]:
-    """All paths' ends in falling order of their chances; a node always comes behind its parent.
+    """All paths' ends in falling order of their chances; a node always comes after its parent.
 
     `scale` multiplies every probability, which stays below 1.
     """
@@ -150,7 +150,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Of each row, the anchor's 0 included: how far it is behind the anchor, (N + 1,)."""
+        """Of each row, the anchor's 0 included: how far it is after the anchor, (N + 1,)."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
@@ -182,7 +182,7 @@ def wide_sizes(places: int) -> tuple[int, int]:
 def walk(tree: DraftTree, choices: mx.array) -> tuple[mx.array, mx.array]:
     """Follow the target's choices (N + 1,), one for each row, from the anchor on: (num_accepted (), path (D + 1,)).
 
-    path: the rows gone through, the anchor's first; what comes behind index `num_accepted` is meaningless. Stays on the
+    path: the rows gone through, the anchor's first; what comes after index `num_accepted` is meaningless. Stays on the
     device.
     """
     parents = mx.array([0, *tree.parents])

@@ -1,4 +1,4 @@
-"""The DFlash 2 drafter: DFlash with local convolutions in its layers and a selector of paths behind its head.
+"""The DFlash 2 drafter: DFlash with local convolutions in its layers and a selector of paths after its head.
 
 The head's best tokens at each position are each likely, but need not follow one another. The selector scores each
 candidate by the one chosen before it, so that the drafts are one path. Format and figures: "Keep Drafting Parallel"
@@ -18,7 +18,7 @@ from dflash_mlx.sampling import best_columns
 
 
 class LocalConv(nn.Module):
-    """A pair of causal depthwise convolutions along the block, around a sublayer: one before it and one behind.
+    """A pair of causal depthwise convolutions along the block, around a sublayer: one before it and one after.
 
     A channel's kernel is a fixed one plus one that its row's input chooses for the channel's group. Row 0 (the anchor)
     has nothing before it: blocks do not see each other, and nothing is cached.
@@ -34,7 +34,7 @@ class LocalConv(nn.Module):
         self.kernel_projection.weight = mx.zeros_like(self.kernel_projection.weight)
 
     def kernels(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """x (blocks, B, D), the sublayer's normed input -> the kernels before and behind it, (taps, *x.shape) each."""
+        """x (blocks, B, D), the sublayer's normed input -> the kernels before and after it, (taps, *x.shape) each."""
         batch, length, _ = x.shape
         by_group = self.kernel_projection(x).reshape(batch, length, 2, self.taps, -1)
         chosen = mx.repeat(by_group, self.group_size, axis=-1).transpose(2, 3, 0, 1, 4)
@@ -91,7 +91,7 @@ class PathSelector(nn.Module):
         return self.hidden_projection(hidden).astype(mx.float32)[:, None] * successors
 
     def scores(self, unary: mx.array, links: mx.array, previous: mx.array) -> mx.array:
-        """Scores (W, top_k) of the positions' candidates behind the tokens `previous` (W,), in float32.
+        """Scores (W, top_k) of the positions' candidates after the tokens `previous` (W,), in float32.
 
         unary: (W, top_k), their logits; links: (W, top_k, rank), as `links` gives them.
         """

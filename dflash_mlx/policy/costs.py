@@ -73,7 +73,7 @@ def plausible(costs: PairCosts) -> bool:
 def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> PairCosts:
     """Time real rounds of the decode loop at several widths, and drafts alone; the most telling widths first.
 
-    Rounds are timed the way they will run: a chain's queued behind the last one or, where width costs much, after
+    Rounds are timed the way they will run: a chain's queued after the last one or, where width costs much, after
     waiting for the draft, by which its width is then chosen. A tree's always wait, so where chains do, too, trees are
     all that is measured further.
     """

@@ -1,7 +1,7 @@
 """Trees of drafts or chains: whichever gains more tokens a second on this machine, for this pair and this text.
 
 A tree gains more tokens than a chain, the more so the less the drafter is sure of; but its round takes longer, above
-all where a chain's could be queued behind the last one. Trees are compared with chains while they are used: the
+all where a chain's could be queued after the last one. Trees are compared with chains while they are used: the
 drafter's probabilities say what either would gain, and the machine was measured. While chains are used, nothing is
 known of trees, so now and then a few rounds go to them.
 """

@@ -124,7 +124,7 @@ class Answer:
         return list(kept)
 
     def _stop_string(self, response: GenerationResponse) -> str | None:
-        """Which stop string ended the answer: what its tokens spell behind the text that was shown."""
+        """Which stop string ended the answer: what its tokens spell after the text that was shown."""
         stops = self.order.params.stop
         if response.finish_reason != "stop" or not stops or self.token_ids[-1] in self.eos_ids:
             return None

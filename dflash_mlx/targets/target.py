@@ -194,7 +194,7 @@ def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
     heads = (m[name] for m in candidates for name in _HEADS if name in m)
     head = next((head for head in heads if isinstance(head, nn.Module)), None)
     norms = (inner[name] for name in _FINAL_NORMS if name in inner)
-    # gemma3n mixes its streams behind the last layer, so no single one goes through the norm.
+    # gemma3n mixes its streams after the last layer, so no single one goes through the norm.
     final_norm = next(norms, None) if "altup_unembed_projections" not in inner else None
     return Target(
         model=model,

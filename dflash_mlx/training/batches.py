@@ -32,7 +32,7 @@ class Place:
 
 
 def usable(conversation: Conversation, length: int) -> bool:
-    """Whether there is an anchor with a label behind it within the first `length` tokens."""
+    """Whether there is an anchor with a label after it within the first `length` tokens."""
     return any(min(end, length) - start >= 2 for start, end in conversation.spans)
 
 
@@ -69,7 +69,7 @@ def make_batch(conversations: list[Conversation], anchors: int, rng: np.random.G
 
 
 def candidates(conversation: Conversation, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions that can be anchors (they and the token behind them are in one answer), and where that answer ends."""
+    """Positions that can be anchors (they and the token after them are in one answer), and where that answer ends."""
     spans = [(start, min(end, length)) for start, end in conversation.spans]
     spans = [(start, end) for start, end in spans if end - start >= 2]
     if not spans:
@@ -92,7 +92,7 @@ def training_batches(
     longest: int,
     seed: int,
 ) -> Iterator[tuple[Place, list[Batch]]]:
-    """From `place` on, for ever: the place behind a batch, and the batch in parts of `micro_batch` rows.
+    """From `place` on, for ever: the place after a batch, and the batch in parts of `micro_batch` rows.
 
     What a batch holds hangs on seed, epoch and index alone, so that a resumed run sees the same.
     """

@@ -78,7 +78,7 @@ def _activations(config: DraftConfig, target: Target, options: TrainOptions, row
     scores = 3.0 * block_rows * heads * (options.max_length + config.block_size)
     streams = block_rows * (10.0 * config.hidden_size + 4 * config.intermediate_size + 4 * heads * config.head_dim)
     if config.is_dflash2:
-        # Around both sublayers: the kernels before and behind it, and what their taps are multiplied with and give.
+        # Around both sublayers: the kernels before and after it, and what their taps are multiplied with and give.
         streams += block_rows * 2.0 * (4 * config.conv_kernel_size + 4) * config.hidden_size
     context = rows * options.max_length * (config.feature_size + 8.0 * config.num_key_value_heads * config.head_dim)
     through_target = rows * options.max_length * 12.0 * target.hidden_size

@@ -63,7 +63,7 @@ def draft_all(
 def greedy_drafts(
     target: Target, drafter: DFlashDrafter, hidden: mx.array, anchor_tokens: mx.array, *, chunk: int
 ) -> mx.array:
-    """The drafts (A, W) of blocks with hidden states (A, W, D) behind anchor_tokens (A,), as the decode loop's.
+    """The drafts (A, W) of blocks with hidden states (A, W, D) after anchor_tokens (A,), as the decode loop's.
 
     The logits live `chunk` rows at a time.
     """
@@ -81,7 +81,7 @@ def greedy_drafts(
 def replay(
     target: Target, drafter: DFlashDrafter, conversations: list[Conversation], *, longest: int, chunk: int
 ) -> Replay | None:
-    """Walk the recorded answers as the decode loop would: draft, keep what agrees, go on behind it.
+    """Walk the recorded answers as the decode loop would: draft, keep what agrees, go on after it.
 
     Exact where the target's greedy choice is the recorded token. None without conversations.
     """

@@ -10,7 +10,7 @@ Candidates = Callable[[mx.array], mx.array]
 
 
 def dpace_weights(probs: mx.array, valid: mx.array, alpha: float) -> mx.array:
-    """D-PACE (arXiv 2605.18810): a position counts as far as the drafts up to it, and behind it, are likely kept.
+    """D-PACE (arXiv 2605.18810): a position counts as far as the drafts up to it, and after it, are likely kept.
 
     probs: (..., W) probabilities of the labels; valid: same shape, 1 where there is a label (a prefix of each row).
     w_j = sum over m >= j of prod over i <= m of ((1 - alpha) q_i + alpha). No gradient.
@@ -25,7 +25,7 @@ def decay_weights(valid: mx.array, gamma: float) -> mx.array:
 
 
 def labels_of(tokens: mx.array, anchors: mx.array, ends: mx.array, block: int) -> tuple[mx.array, mx.array]:
-    """Labels (B, A, K - 1) of the positions behind each anchor, and which of them lie before `ends` (float32).
+    """Labels (B, A, K - 1) of the positions after each anchor, and which of them lie before `ends` (float32).
 
     tokens: (B, T); anchors, ends: (B, A). An end of 0 makes the whole block count for nothing.
     """

@@ -1,6 +1,6 @@
 """The loss of DFlash 2's selector: among the head's best tokens at a place, the right one, given the right one before.
 
-The selector is taught behind the true previous token, as it is in use while the drafts are right; behind a wrong draft
+The selector is taught after the true previous token, as it is in use while the drafts are right; after a wrong draft
 nothing counts any more. Where the label is not among the candidates no choice could be right, and nothing is learnt.
 """
 

@@ -13,7 +13,7 @@ class ChatFrame:
     """Token ids of a chat's fixed parts.
 
     `prefix` goes up to the first user turn; `answer_opening` from the user turn's end to where the answer begins;
-    `user_opening` from behind the token that ended an answer to the next user turn (None where the template has no
+    `user_opening` from after the token that ended an answer to the next user turn (None where the template has no
     second turn). A model without a chat template has only a prefix: its text just goes on.
     """
 

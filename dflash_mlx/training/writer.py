@@ -32,7 +32,7 @@ _PREFILL_CHUNK = 128
 class Plan:
     """What the rows of a batch start with.
 
-    scripts: forced openings, each of at least one token; user_follows: whether a row's user turn goes on behind its
+    scripts: forced openings, each of at least one token; user_follows: whether a row's user turn goes on after its
     script (else its answer begins); temperatures: (B,) of the answers, 0 is greedy.
     """
 
@@ -65,7 +65,7 @@ def write_batch(target: Target, frame: ChatFrame, plan: Plan, limits: Limits, *,
 def _run(
     target: Target, frame: ChatFrame, plan: Plan, limits: Limits, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids (B, max_length), the part each belongs to (same shape; DONE behind the end) and flags (B,)."""
+    """Token ids (B, max_length), the part each belongs to (same shape; DONE after the end) and flags (B,)."""
     rows = len(plan.scripts)
     longest = max(len(script) for script in plan.scripts)
     common = min(min(len(script) for script in plan.scripts), limits.max_length - 1)
@@ -182,7 +182,7 @@ def _choose(
     limits: Limits,
     after_script: int,
 ) -> tuple[mx.array, ...]:
-    """One step of every row: the token at `position`, and where the row stands behind it.
+    """One step of every row: the token at `position`, and where the row stands after it.
 
     logits (B, V), everything else (B,) but the key and the position. Returns the token packed with its part
     (token | part << 24), the token, and the new part, count and turn.

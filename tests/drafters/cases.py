@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 Config = dict[str, Any]
 VOCAB, HIDDEN, BLOCK, HEAD_DIM = 40, 32, 6, 16
-ROUNDS = ((23, 5), (3, 31))  # new feature rows, and the anchor behind them
+ROUNDS = ((23, 5), (3, 31))  # new feature rows, and the anchor after them
 
 _BASE: Config = {
     "architectures": ["DFlashDraftModel"],

@@ -170,7 +170,7 @@ def test_a_fixed_tree_is_the_likeliest_of_its_size():
     policy = FixedWidth(3, places=2)
     candidates = Candidates(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.5, 0.4], [0.9, 0.1]], dtype=np.float32)))
     tree = policy.choose(candidates)
-    # 0.5, 0.45 behind it, and 0.4: more than anything else behind them.
+    # 0.5, 0.45 after it, and 0.4: more than anything else after them.
     assert tree.tokens.tolist() == [1, 3, 2]
     assert tree.parents == (0, 1, 0)
     assert policy.next_width() == 2

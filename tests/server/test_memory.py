@@ -27,7 +27,7 @@ def test_sessions_are_no_larger_than_foreseen(draft):
         generate(pair, prompt, job(prompt, 20).params, session=session, draft=draft, width=5)
         foreseen = size.bytes(count + 20 + pair.block_size)
         used = session_bytes(session)
-        # A cache grows in steps behind what it held; features of a few tokens may wait beside it.
+        # A cache grows in steps after what it held; features of a few tokens may wait beside it.
         assert used <= 1.1 * foreseen
         assert used >= foreseen / 2.1
 

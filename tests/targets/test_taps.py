@@ -41,7 +41,7 @@ def test_other_models_of_the_class_are_not_touched():
 
 
 def test_models_may_change_their_hidden_states_in_place():
-    """gemma3n does, behind its last layer."""
+    """gemma3n does, after its last layer."""
     target = tiny_target("llama")
     x = target.embed(mx.array([[1, 2, 3]]))
     expected = target.layers[1](x, "causal", None)

@@ -34,7 +34,7 @@ def options(**changes):
 
 @pytest.fixture(scope="module")
 def blocks():
-    """A target, a random DFlash 2 drafter, and hidden states (4, WIDTH, D) behind anchor tokens (4,)."""
+    """A target, a random DFlash 2 drafter, and hidden states (4, WIDTH, D) after anchor tokens (4,)."""
     hidden = mx.random.normal((4, WIDTH, 32), key=mx.random.key(0))
     return tiny_target("llama"), tiny_drafter(block_size=WIDTH + 1, **SECOND), hidden, mx.array([1, 7, 30, 47])
 
@@ -118,7 +118,7 @@ def test_replay_drafts_what_the_decode_loop_drafts(blocks):
 
 
 def drafted(target, drafter, tokens):
-    """Hidden states and greedy drafts of a block behind all but the last of `tokens` (1, T)."""
+    """Hidden states and greedy drafts of a block after all but the last of `tokens` (1, T)."""
     features = target.forward_tapped(tokens[:, :-1], target.make_cache(), drafter.config.target_layer_ids)[1]
     cache = drafter.make_cache()
     drafter.extend_context(features, cache)

@@ -42,7 +42,7 @@ def test_the_parts_make_up_the_whole(tmp_path, name):
     messages = [{"role": "user", "content": "hello"}]
     assert [*frame.prefix, *user, *frame.answer_opening] == apply(tokenizer, messages)
     messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}]
-    # An answer ends with its end token; what the template puts behind it opens the next turn.
+    # An answer ends with its end token; what the template puts after it opens the next turn.
     whole = [*frame.prefix, *user, *frame.answer_opening, *answer, 2, *frame.user_opening, *second]
     assert [*whole, *frame.answer_opening] == apply(tokenizer, messages)
     assert frame.eos_ids == {2}
