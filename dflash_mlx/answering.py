@@ -7,7 +7,8 @@ from contextlib import ExitStack
 
 from dflash_mlx.answer import Answer, GenerationResponse
 from dflash_mlx.decoding.batch import Batch
-from dflash_mlx.decoding.engine import PREFILL_STEP, Engine
+from dflash_mlx.decoding.decode import PREFILL_STEP
+from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.fork import can_cut
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.pair import ModelPair

@@ -19,7 +19,8 @@ from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 from dflash_mlx.decoding import batch, engine
 from dflash_mlx.decoding.accept import Coupled, Greedy, Rejection
 from dflash_mlx.decoding.constraint import json_constraint
-from dflash_mlx.decoding.engine import Engine, decode, prefill
+from dflash_mlx.decoding.decode import decode, prefill
+from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.drafters import dflash_state

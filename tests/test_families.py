@@ -15,9 +15,9 @@ from tiny import LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
 from tiny_families import FAMILY_CONFIGS, OWN_EMBEDDINGS, WINDOW, family_target, unavailable
 
 from dflash_mlx.checks import check_pair
-from dflash_mlx.decoding import engine
+from dflash_mlx.decoding import decode as one_answer
 from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.policy.width import FixedWidth
 
@@ -34,7 +34,7 @@ def target(request):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(engine, "PREFILL_STEP", CHUNK)
+    monkeypatch.setattr(one_answer, "PREFILL_STEP", CHUNK)
 
 
 def draw(rng, length):
@@ -58,7 +58,7 @@ def tokens_of(steps):
 def check_drafters_context(session):
     """The drafter's cache holds what it would hold had only the kept tokens ever been fed."""
     fresh = Session(session.target, session.drafter)
-    engine.prefill(fresh, session.tokens)
+    one_answer.prefill(fresh, session.tokens)
     for found, expected in zip(session.draft_cache, fresh.draft_cache, strict=True):
         assert found.offset == expected.offset == len(session.tokens)
         for name in ("keys", "values"):

@@ -14,7 +14,7 @@ from tiny import FAMILIES, LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_dr
 
 from dflash_mlx.decoding import engine
 from dflash_mlx.decoding.accept import Coupled, Greedy
-from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.lane import clip
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import BRANCHES, Candidates, DraftTree, grow

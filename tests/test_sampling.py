@@ -15,7 +15,7 @@ from tiny import tiny_drafter, tiny_target
 
 from dflash_mlx.decoding import accept
 from dflash_mlx.decoding.accept import Coupled, Outcome, Rejection, choose_strategy
-from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import DraftTree, grow
 from dflash_mlx.drafters.dflash import DFlashDrafter

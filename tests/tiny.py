@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.decoding.accept import Greedy, Outcome, Reading
-from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.checkpoint import make_drafter
 from dflash_mlx.drafters.config import DraftConfig

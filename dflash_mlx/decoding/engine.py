@@ -7,61 +7,28 @@ the host (`_may_launch_ahead`) the whole next round, so that the device waits fo
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.caches.target_caches import BatchCaches
-from dflash_mlx.decoding.accept import Reading, Strategy, for_trees
+from dflash_mlx.decoding.accept import Reading, for_trees
 from dflash_mlx.decoding.batch import Batch
-from dflash_mlx.decoding.constraint import Bits, Guide, limit
+from dflash_mlx.decoding.constraint import Bits, limit
 from dflash_mlx.decoding.lane import Lane, Step
-from dflash_mlx.decoding.policies import GroupPolicy, RoundReport, WidthPolicy
+from dflash_mlx.decoding.policies import GroupPolicy, RoundReport
+from dflash_mlx.decoding.round import Plan, Round
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.steps import Drafts, Verdict, accept, candidates_of, consider, propose
+from dflash_mlx.decoding.steps import Drafts, accept, candidates_of, consider, propose
 from dflash_mlx.decoding.tree import DraftTree
 from dflash_mlx.drafters.dflash import DFlashDrafter
-from dflash_mlx.sampling import LogitsProcessor
 from dflash_mlx.targets.target import Target
 
-PREFILL_STEP = 2048
 # What a lane gained in a round, or what went wrong with it alone.
 Result = tuple[Lane, Step | Exception]
-
-
-@dataclass
-class Round:
-    """A launched round: the lanes of its rows, the positions `at` (B,) of their anchors, the verdict on its drafts.
-
-    drafted: places that were drafted for it. absorbed: the drafter has its features.
-    """
-
-    lanes: list[Lane | None]
-    at: mx.array
-    verdict: Verdict
-    width: int
-    drafted: int
-    is_tree: bool
-    absorbed: bool = False
-
-    @property
-    def fed(self) -> int:
-        return self.width + 1
-
-
-@dataclass
-class Plan:
-    """What is settled of the next round before the last one is read: its drafts, or all of it, `launched`.
-
-    With neither it is a plain round that has to wait.
-    """
-
-    drafts: Drafts | None = None
-    launched: Round | None = None
 
 
 class Engine:
@@ -380,66 +347,3 @@ class Engine:
 def can_branch(target: Target, drafter: DFlashDrafter) -> bool:
     """Whether rounds may be trees of drafts."""
     return drafter.supports_trees and target.takes_rows() and target.takes_trees()
-
-
-def decode(
-    session: Session,
-    prompt: list[int],
-    *,
-    strategy: Strategy,
-    policy: WidthPolicy,
-    max_tokens: int,
-    eos_ids: set[int],
-    processors: list[LogitsProcessor] | None = None,
-    guide: Guide | None = None,
-    top_logprobs: int | None = None,
-    on_prefill: Callable[[int, int], None] | None = None,
-) -> Generator[Step, None, None]:
-    """Continue `prompt`, of which the session may already hold a prefix: an engine with a single lane.
-
-    Yields a Step a round; the last one has a finish_reason and ends with an end-of-sequence token or at
-    `max_tokens`. What was yielded is committed, so a consumer may stop after any step and use the session
-    again. `on_prefill(done, total)` is called after each prefill chunk; it may raise to cancel.
-    """
-    session.settle()
-    prefill(session, prompt[:-1], on_prefill)
-    lane = Lane(
-        session=session,
-        prompt=prompt,
-        strategy=strategy,
-        policy=policy,
-        max_tokens=max_tokens,
-        eos_ids=eos_ids,
-        processors=processors or [],
-        guide=guide,
-        top_logprobs=top_logprobs,
-    )
-    engine = Engine(session.target, session.drafter)
-    engine.join(lane)
-    try:
-        while engine.lanes:
-            for _, step in engine.advance():
-                if isinstance(step, Exception):
-                    raise step
-                yield step
-    finally:
-        engine.leave(lane)
-
-
-def prefill(session: Session, tokens: list[int], on_prefill: Callable[[int, int], None] | None = None) -> None:
-    """Feed `tokens` beyond those that the session holds (which must be a prefix of them)."""
-    for done, total in prefill_chunks(session, tokens):
-        if on_prefill is not None:
-            on_prefill(done, total)
-
-
-def prefill_chunks(session: Session, tokens: list[int], *, most: int = PREFILL_STEP) -> Iterator[tuple[int, int]]:
-    """`prefill` a chunk at a time; yields (done, total) after each, when the session is in order and may be left.
-
-    Chunks are those of mlx-lm's plain decoding, and so are the numbers, unless they are to have fewer tokens (`most`).
-    """
-    start = len(session.tokens)
-    while (at := len(session.tokens)) < len(tokens):
-        session.feed(tokens[at : at + min(PREFILL_STEP, most)])
-        mx.clear_cache()
-        yield len(session.tokens) - start, len(tokens) - start

@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import can_branch, decode
+from dflash_mlx.decoding.decode import decode
+from dflash_mlx.decoding.engine import can_branch
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import BRANCHES, rank, wide_sizes
 from dflash_mlx.drafters.dflash import DFlashDrafter

@@ -10,7 +10,8 @@ from dflash_mlx.caches.rows import RowKVCache
 from dflash_mlx.decoding import batch as batches
 from dflash_mlx.decoding import engine as engines
 from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import Engine, decode, prefill
+from dflash_mlx.decoding.decode import decode, prefill
+from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters import dflash_state

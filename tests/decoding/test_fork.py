@@ -4,7 +4,8 @@ import pytest
 from tiny import plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import Engine, decode, prefill
+from dflash_mlx.decoding.decode import decode, prefill
+from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.fork import fork
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session

@@ -5,7 +5,7 @@ import pytest
 from tiny import plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.policy.width import FixedWidth
 

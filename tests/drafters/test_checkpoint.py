@@ -14,7 +14,7 @@ from cases import CASES, HIDDEN, VOCAB, make_weights, write_folder
 from tiny import context_rows, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters import checkpoint
 from dflash_mlx.drafters.checkpoint import drafter_precision, load_drafter, read_checkpoint

@@ -15,7 +15,7 @@ from test_sampling import CASES, PROMPT, VOCAB, chi_square_p, exact_joint, sampl
 from tiny import HIDDEN, SECOND, plain_tokens, read, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, Greedy, Rejection
-from dflash_mlx.decoding.engine import decode
+from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import DraftTree, grow
 from dflash_mlx.drafters.dflash2 import PathSelector

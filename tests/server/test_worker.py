@@ -94,7 +94,7 @@ def test_a_short_request_is_not_stuck_behind_a_long_one(serve):
 
 
 def test_a_long_prompt_is_read_in_chunks_between_others_rounds(pair, serve, monkeypatch):
-    monkeypatch.setattr("dflash_mlx.decoding.engine.PREFILL_STEP", 16)
+    monkeypatch.setattr("dflash_mlx.decoding.decode.PREFILL_STEP", 16)
     worker = serve(max_active=2)
     rng = random.Random(4)
     long, short = [rng.randrange(1, VOCAB) for _ in range(200)], [3, 4]
@@ -149,7 +149,7 @@ def test_cancelling_frees_the_slot_within_a_round(serve, monkeypatch):
 
 
 def test_cancelling_during_the_prompt(serve, monkeypatch):
-    monkeypatch.setattr("dflash_mlx.decoding.engine.PREFILL_STEP", 4)
+    monkeypatch.setattr("dflash_mlx.decoding.decode.PREFILL_STEP", 4)
     worker = serve(max_active=1)
     ticket = worker.submit(job([1 + i % 40 for i in range(8000)], 5))
     wait_until(lambda: worker.status().active == 1)
