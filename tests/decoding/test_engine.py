@@ -8,6 +8,7 @@ from tiny import FAMILIES, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_tar
 
 from dflash_mlx.caches.rows import RowKVCache
 from dflash_mlx.decoding import batch as batches
+from dflash_mlx.decoding import decode as one_answer
 from dflash_mlx.decoding import engine as engines
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.decode import decode, prefill
@@ -250,7 +251,7 @@ def test_a_lane_that_is_left_alone_drafts_on(monkeypatch):
 
 def test_prefill_tells_how_far_it_is(monkeypatch):
     """Of what the session does not hold yet, in chunks of four; it may be stopped between them."""
-    monkeypatch.setattr(engines, "PREFILL_STEP", 4)
+    monkeypatch.setattr(one_answer, "PREFILL_STEP", 4)
     session, seen = Session(tiny_target("llama"), None), []
 
     def stop(*at):
