@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +10,8 @@ import typer
 from dflash_mlx.cli import options
 from dflash_mlx.cli.live import LiveText, quiet_keyboard
 from dflash_mlx.cli.output import READING, live_line, note, summary
-from dflash_mlx.errors import PromptError, UsageError
+from dflash_mlx.cli.prompt import read_prompt
+from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_mlx.generation import GenerationResponse
@@ -20,7 +22,9 @@ EXAMPLES = """[bold]Examples[/bold]
 
   dflash-mlx generate "Why is the sky blue?" --pair demo
 
-  cat letter.txt | dflash-mlx generate --system "Summarise in three sentences." --pair demo
+  cat letter.txt | dflash-mlx generate "Summarise in three sentences." --pair demo
+
+  dflash-mlx generate "What is new in the second one?" -f old.txt -f new.txt --pair demo
 
   dflash-mlx generate "Name a colour" --pair demo --temperature 0.8 --seed 7
 
@@ -30,7 +34,16 @@ EXAMPLES = """[bold]Examples[/bold]
 
 def generate_command(
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="What to ask. '-', or nothing in a pipe, reads stdin.")
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", help="What to ask. Piped text follows it; '-', or nothing in a pipe, waits for that."
+        ),
+    ] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--file", "-f", metavar="FILE", help="Attach a text file to the prompt. Can be given several times."
+        ),
     ] = None,
     pair: options.Pair = None,
     model: options.Model = None,
@@ -60,7 +73,7 @@ def generate_command(
     """Answer one prompt. The text goes to stdout as it comes; speed and acceptance go to stderr."""
     if raw and system is not None:
         raise UsageError("--system needs the chat template, which --raw leaves out; give one of them.")
-    text = read_prompt(prompt)
+    text = read_prompt(prompt, files or ())
     choice = options.ModelChoice(
         pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
     )
@@ -89,21 +102,6 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
     """A conversation of one question."""
     first = [{"role": "system", "content": system}] if system is not None else []
     return [*first, {"role": "user", "content": text}]
-
-
-def read_prompt(prompt: str | None) -> str:
-    """The prompt's text, from the argument or from stdin. Raises UsageError and PromptError."""
-    from_stdin = prompt == "-" or (prompt is None and not sys.stdin.isatty())
-    if prompt is None and not from_stdin:
-        raise UsageError('there is no prompt; give one ("Why is the sky blue?"), or pipe text into the command.')
-    try:
-        text = sys.stdin.read() if from_stdin else str(prompt)
-        text.encode("utf-8")
-    except UnicodeError:
-        raise PromptError("the prompt is not valid UTF-8 text; convert it first, for instance with iconv.") from None
-    if not text.strip():
-        raise PromptError("the prompt is empty; " + ("nothing came in on stdin." if from_stdin else "write some text."))
-    return text.rstrip("\n") if from_stdin else text
 
 
 def answer(

@@ -116,7 +116,7 @@ def quiet_keyboard() -> Iterator[None]:
         descriptor = sys.stdin.fileno()
         # A job in the background must not touch the terminal: the system would stop it.
         foreground = os.isatty(descriptor) and os.tcgetpgrp(descriptor) == os.getpgrp()
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):  # stdin may be closed, or no file
         foreground = False
     if not foreground:
         yield
