@@ -9,7 +9,7 @@ import typer
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.live import quiet_keyboard
-from dflash_mlx.cli.models import size_words
+from dflash_mlx.cli.models_table import size_words
 from dflash_mlx.cli.output import LoadProgress, note
 from dflash_mlx.errors import UsageError
 
