@@ -142,7 +142,8 @@ def explain(error: Exception) -> tuple[str, int]:
             context = getattr(error, "ctx", None)
             path = context.command_path if context else "dflash-mlx"
             hint = " Put a prompt of several words in quotes." if "unexpected extra argument" in message else ""
-            return f"{message.rstrip('.')}.{hint} See: {path} --help", 2
+            end = "" if message.endswith("?") else "."
+            return f"{message.rstrip('.')}{end}{hint} See: {path} --help", 2
         return message, 1
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""

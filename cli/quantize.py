@@ -98,7 +98,10 @@ def _source(what: str, part: Part) -> "tuple[ModelSource, PairSpec | None]":
     from dflash_mlx.hub.resolve import local_facts, match_target
 
     if "/" not in what and not Path(what).is_dir():
-        spec = find_pair(what)
+        try:
+            spec = find_pair(what)
+        except UsageError as error:
+            raise UsageError(f"there is no folder {what!r} here, and {error}") from None
         return (spec.drafter if part is Part.drafter else spec.target), spec
     source = parse_source(what)
     if part is Part.drafter:

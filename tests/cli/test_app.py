@@ -47,6 +47,9 @@ def test_version(run):
     ("arguments", "words"),
     [
         (["nonsense"], "'nonsense'"),
+        (["generat"], "Did you mean 'generate'? See: dflash-mlx --help"),
+        (["generate", "hi", "--model", "demo"], "load it with --pair demo"),
+        (["pull", "dmeo"], "Did you mean smollm2-135m (demo)?"),
         (["generate", "hi", "--nonsense"], "--nonsense"),
         (["generate", "a", "b"], "(b)"),
         (["generate", "hi", "--dtype", "int8"], "'int8'"),
