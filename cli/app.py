@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import bench, chat, convert, doctor, generate, models, parity, pull, quantize, serve, train
+from dflash_mlx.cli import bench, cache, chat, convert, doctor, generate, models, parity, pull, quantize, serve, train
 from dflash_mlx.cli.output import styled
 from dflash_mlx.errors import DFlashError
 
@@ -75,6 +75,7 @@ _add("bench", bench.bench_command, bench.EXAMPLES)
 _add("serve", serve.serve_command, serve.EXAMPLES)
 app.add_typer(models.models_app, name="models", epilog=models.EXAMPLES)
 _add("pull", pull.pull_command, pull.EXAMPLES)
+app.add_typer(cache.cache_app, name="cache", epilog=cache.EXAMPLES)
 _add("quantize", quantize.quantize_command, quantize.EXAMPLES)
 _add("parity", parity.parity_command, parity.EXAMPLES)
 _add("train", train.train_command, train.EXAMPLES)
