@@ -36,18 +36,22 @@ def read_prompt(prompt: str | None, files: Sequence[Path] = ()) -> str:
 
 def attachment(path: Path) -> str:
     """A text file as a part of a prompt: its name, and its text between fences. Raises UsageError and PromptError."""
-    path = path.expanduser()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeError:
-        raise PromptError(f"{path} is not UTF-8 text; attach a text file, or convert it with iconv first.") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"cannot read {path}: {reason}. Give the path of a text file.") from None
+    text = read_text(path)
     if not text.strip():
         raise PromptError(f"{path} is empty; attach a file with text in it.")
     fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
     return f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}"
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that the user named. Raises UsageError and PromptError."""
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except UnicodeError:
+        raise PromptError(f"{path} is not UTF-8 text; give a text file, or convert it with iconv first.") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot read {path}: {reason}. Give the path of a text file.") from None
 
 
 def at_keyboard() -> bool:
