@@ -13,7 +13,21 @@ import typer
 from typer.core import TyperGroup
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import bench, cache, chat, convert, doctor, generate, models, parity, pull, quantize, serve, train
+from dflash_mlx.cli import (
+    bench,
+    cache,
+    chat,
+    convert,
+    default,
+    doctor,
+    generate,
+    models,
+    parity,
+    pull,
+    quantize,
+    serve,
+    train,
+)
 from dflash_mlx.cli.output import styled
 from dflash_mlx.errors import DFlashError
 
@@ -74,6 +88,7 @@ _add("chat", chat.chat_command, chat.EXAMPLES)
 _add("bench", bench.bench_command, bench.EXAMPLES)
 _add("serve", serve.serve_command, serve.EXAMPLES)
 app.add_typer(models.models_app, name="models", epilog=models.EXAMPLES)
+_add("default", default.default_command, default.EXAMPLES)
 _add("pull", pull.pull_command, pull.EXAMPLES)
 app.add_typer(cache.cache_app, name="cache", epilog=cache.EXAMPLES)
 _add("quantize", quantize.quantize_command, quantize.EXAMPLES)

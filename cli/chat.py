@@ -4,6 +4,7 @@ import sys
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.conversation import Conversation
+from dflash_mlx.cli.default import with_default
 from dflash_mlx.cli.line_input import LineInput
 from dflash_mlx.cli.live import LiveText, quiet_keyboard
 from dflash_mlx.cli.output import note, styled, summary
@@ -46,7 +47,7 @@ def chat_command(
     choice = options.ModelChoice(
         pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
     )
-    loaded = choice.open()
+    loaded = with_default(choice).open()
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_mlx.cli import options
+from dflash_mlx.cli.default import with_default
 from dflash_mlx.cli.output import note, summary
 from dflash_mlx.cli.prompt import read_prompt, read_text
 from dflash_mlx.cli.streaming import answer
@@ -102,7 +103,7 @@ def generate_command(
     choice = options.ModelChoice(
         pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
     )
-    opened = choice.open()
+    opened = with_default(choice).open()
     from dflash_mlx import SamplingParams
 
     params = SamplingParams(
