@@ -39,8 +39,8 @@ def chat_command(
 ) -> None:
     """Talk with a model. It remembers the conversation and reads only what is new in each turn.
 
-    While an answer streams, a line below it shows the speed, the tokens gained in a round of drafting, the share of
-    drafts that were kept, and the last rounds as bars. Ctrl-C stops an answer; /help lists the commands.
+    While an answer streams, a line below it shows the speed, the acceptance length (tokens gained by a round), the
+    share of drafts that were kept, and the last rounds as bars. Ctrl-C stops an answer; /help lists the commands.
     """
     from dflash_mlx.hub.registry import cache_home
 

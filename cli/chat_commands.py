@@ -148,7 +148,7 @@ def _stats(conversation: Conversation, argument: str) -> str:
     lines[0] += f"; {totals.cached_tokens} of {totals.prompt_tokens} prompt tokens were already in memory"
     if totals.rounds:
         mean, rate = totals.round_tokens / totals.rounds, totals.accepted / max(totals.drafted, 1)
-        lines.append(f"drafting: {totals.rounds} rounds, {mean:.2f} tokens a round, {rate:.0%} of drafts kept")
+        lines.append(f"drafting: {totals.rounds} rounds, acceptance length {mean:.2f}, {rate:.0%} of drafts kept")
     last = conversation.last
     if last is not None:
         lines.append(f"last answer: {last.generation_tokens} tokens at {last.generation_tps:.1f} tok/s")

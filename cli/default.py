@@ -38,13 +38,16 @@ def default_command(
 
     if clear and pair is not None:
         raise UsageError("--clear forgets the default, and PAIR sets it; give one of them.")
-    if pair is None and not clear:
+    if clear:
+        write_default(None)
+        print("no default is remembered now")
+    elif pair is not None:
+        name = find_pair(pair).name
+        write_default(name)
+        print(f"{name} is the default now")
+    else:
         name, reason = default_pair()
         print(f"{name} ({reason})")
-        return
-    name = None if pair is None else find_pair(pair).name
-    write_default(name)
-    print("no default is remembered now" if name is None else f"{name} is the default now")
 
 
 def with_default(choice: options.ModelChoice) -> options.ModelChoice:

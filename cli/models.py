@@ -17,7 +17,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
   dflash-mlx models
 
-  dflash-mlx models --all
+  dflash-mlx models list --all
 
   dflash-mlx models qwen3.5
 
@@ -105,11 +105,11 @@ def list_command(
     if shown:
         print_table(shown, show_fits=not (only_fitting or fits))
     elif not only_fitting:
-        print("no known pair is like that; `dflash-mlx models --all` lists them all")
+        print("no known pair is like that; `dflash-mlx models list --all` lists them all")
     if only_fitting and len(shown) < len(pairs):
         note(
             f"{len(pairs) - len(shown)} more pairs are too large for this machine or of unknown size: "
-            "`dflash-mlx models --all` lists them too, `dflash-mlx models show NAME` says more about one."
+            "`dflash-mlx models list --all` lists them too, `dflash-mlx models show NAME` says more about one."
         )
 
 

@@ -178,7 +178,7 @@ Stats = Annotated[
     bool | None,
     typer.Option(
         "--stats/--no-stats",
-        help="Show speed and acceptance after the answer, on stderr. (default: on; off with --json)",
+        help="Show speed and acceptance length after the answer, on stderr. (default: on; off with --json)",
         rich_help_panel=OUTPUT,
         show_default=False,
     ),

@@ -103,7 +103,7 @@ def _acceptance(response: "GenerationResponse") -> list[str]:
     if acceptance is None or not acceptance.rounds:
         return []
     return [
-        f"{acceptance.mean_acceptance_length:.2f} tokens a round",
+        f"acceptance length {acceptance.mean_acceptance_length:.2f}",
         f"{acceptance.acceptance_rate:.0%} of drafts kept",
     ]
 

@@ -122,7 +122,7 @@ def find_pair(name: str) -> PairSpec:
     close = [names[n] for n in difflib.get_close_matches(base_name(wanted), names, n=4, cutoff=0.6)]
     similar = [f"{p.name} ({', '.join(p.aliases)})" if p.aliases else p.name for p in dict.fromkeys(close)]
     meant = f" Did you mean {' or '.join(similar[:3])}?" if similar else ""
-    raise UsageError(f"no pair is called {name!r}.{meant} `dflash-mlx models --all` lists the pairs.")
+    raise UsageError(f"no pair is called {name!r}.{meant} `dflash-mlx models list --all` lists the pairs.")
 
 
 def parse_source(text: str) -> ModelSource:

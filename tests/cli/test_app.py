@@ -25,7 +25,9 @@ def test_help_is_quick_to_import():
     assert found.stderr.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "bench", "serve", "models", "train", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["generate", "chat", "bench", "serve", "models", "train", "doctor", "cache", "default", "pull"]
+)
 def test_every_command_has_help_with_an_example(run, command):
     code, out, err = run(command, "--help")
     assert (code, err) == (0, "")

@@ -148,7 +148,7 @@ def test_stats_add_up(conversation):
     ask(conversation, "second")
     text = chat_commands.run("/stats", conversation)
     assert "2 answers, 12 tokens" in text
-    assert "4 rounds, 3.00 tokens a round, 50% of drafts kept" in text
+    assert "4 rounds, acceptance length 3.00, 50% of drafts kept" in text
     assert "1: 100%  2: 100%  3: 0%  4: 0%" in text
 
 

@@ -27,7 +27,7 @@ def test_text_on_stdout_and_statistics_on_stderr(run, fake):
     assert code == 0
     assert out == "one two three four five six \n"
     assert "6 tokens at 20.0 tok/s" in err
-    assert "2 rounds, 3.00 tokens a round, 50% of drafts kept" in err
+    assert "2 rounds, acceptance length 3.00, 50% of drafts kept" in err
     assert "drafting paused: a test" in err
     assert "\x1b" not in err  # no terminal, so neither colours nor cursor movements
 

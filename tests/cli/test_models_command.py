@@ -28,7 +28,7 @@ def test_without_a_filter_only_what_fits_is_shown_and_the_demo_is_first(run):
     assert first.startswith("smollm2-135m (demo) ")
     assert {line.split()[0] for line in lines[1:]} == fitting
     assert f"{len(list_pairs()) - len(fitting)} more pairs" in err
-    assert "models --all" in err
+    assert "models list --all" in err
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120, 200])
@@ -68,7 +68,7 @@ def test_a_filter_and_flags_narrow_the_list(run):
     assert json.loads(run("models", "demo", "--downloaded", "--json")[1]) == []
     code, out, err = run("models", "no-such-thing")
     assert (code, err) == (0, "")
-    assert "models --all" in out
+    assert "models list --all" in out
 
 
 def test_show_by_a_target(run):

@@ -89,7 +89,11 @@ def test_stopped_by_the_user_and_run_again(hub: FakeHub, tmp_path: Path) -> None
     ("arguments", "code", "reason"),
     [
         (["no/such"], 1, "no public model no/such"),
-        (["nonsense"], 2, "no pair is called 'nonsense'. `dflash-mlx models --all` lists the pairs. A single model"),
+        (
+            ["nonsense"],
+            2,
+            "no pair is called 'nonsense'. `dflash-mlx models list --all` lists the pairs. A single model",
+        ),
         (["."], 2, "is a folder on this disk already"),
         ([TARGET, "--revision", "v9"], 1, "no revision 'v9'"),
         ([f"{TARGET}@v1", "--revision", "v1"], 2, "names a revision"),

@@ -58,7 +58,9 @@ def test_the_demo_pair_is_known_by_name_and_alias() -> None:
 
 
 def test_an_unknown_pair_has_a_short_hint() -> None:
-    with pytest.raises(UsageError, match=r"^no pair is called 'nope'\. `dflash-mlx models --all` lists the pairs\.$"):
+    with pytest.raises(
+        UsageError, match=r"^no pair is called 'nope'\. `dflash-mlx models list --all` lists the pairs\.$"
+    ):
         find_pair("nope")
     with pytest.raises(UsageError, match=r"Did you mean smollm2-135m \(demo\)\?"):
         find_pair("dmeo")
