@@ -12,7 +12,7 @@ from dflash_mlx.errors import DFlashError
 
 EXAMPLES = """[bold]Examples[/bold]
 
-  dflash-mlx chat --pair demo
+  dflash-mlx chat
 
   dflash-mlx chat --pair demo --system "Answer in one sentence." --temperature 0.7
 
@@ -41,6 +41,7 @@ def chat_command(
 
     While an answer streams, a line below it shows the speed, the acceptance length (tokens gained by a round), the
     share of drafts that were kept, and the last rounds as bars. Ctrl-C stops an answer; /help lists the commands.
+    Without --pair and --model it is the default pair that answers; see dflash-mlx default.
     """
     from dflash_mlx.hub.registry import cache_home
 

@@ -92,7 +92,10 @@ def generate_command(
     as_json: options.Json = False,
     stats: options.Stats = None,
 ) -> None:
-    """Answer one prompt. The text goes to stdout as it comes; speed and acceptance length go to stderr."""
+    """Answer one prompt. The text goes to stdout as it comes; speed and acceptance length go to stderr.
+
+    Without --pair and --model it is the default pair that answers; see dflash-mlx default.
+    """
     if raw and system is not None:
         raise UsageError("--system needs the chat template, which --raw leaves out; give one of them.")
     if no_draft and compare:
