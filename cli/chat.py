@@ -105,9 +105,10 @@ def talk(conversation: Conversation, lines: LineInput, *, stats: bool) -> None:
                     continue
                 take_turn(conversation, said.question, stats=stats, again=True)
             else:
-                question = "\n\n".join((turn.strip(), *conversation.attached))
+                question, before = "\n\n".join((turn.strip(), *conversation.attached)), len(conversation.messages)
                 take_turn(conversation, question, stats=stats)
-                conversation.attached.clear()
+                if len(conversation.messages) > before:  # else the question was taken back, and its files wait
+                    conversation.attached.clear()
             pressed = conversation.interrupted
         except chat_commands.LeaveChat:
             return

@@ -24,7 +24,7 @@ from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.naming import is_drafter
 from dflash_mlx.hub.registry import ModelSource, find_pair, list_pairs, parse_source
-from dflash_mlx.hub.resolve import pair_for_target
+from dflash_mlx.hub.resolve import UnknownTargetError, pair_for_target
 from dflash_mlx.kernels.few_rows import use_where_faster
 from dflash_mlx.policy.costs import load_or_measure
 from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth
@@ -230,7 +230,10 @@ def _resolve(
         return model, target, None, None
     if draft_model is not None:
         return model, target, parse_source(draft_model), None
-    match = pair_for_target(model)
+    try:
+        match = pair_for_target(model)
+    except UnknownTargetError as error:
+        raise UsageError(f"{error} Give one with --draft-model, or run plainly with --no-draft.") from error
     return model, target, match.pair.drafter, match.warning
 
 

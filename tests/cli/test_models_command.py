@@ -108,3 +108,15 @@ def test_a_fine_tune_is_announced(run, fake):
     code, out, err = run("models", "check", "demo", "--json")
     assert (code, "fine-tune" in out) == (0, False)
     assert "me/Poet is taken for a fine-tune" in err
+
+
+def test_hints_name_only_what_the_command_has(run, monkeypatch, tmp_path):
+    config = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28}
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    code, _, shown = run("models", "show", str(folder))
+    assert (code, "--draft-model" in shown) == (2, False)
+    code, _, asked = run("generate", "hi", "--model", str(folder))
+    assert (code, "--draft-model" in asked) == (2, True)
