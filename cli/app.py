@@ -13,7 +13,21 @@ import typer
 from typer.core import TyperGroup
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import bench, chat, convert, doctor, generate, models, parity, pull, quantize, serve, train
+from dflash_mlx.cli import (
+    bench,
+    cache,
+    chat,
+    convert,
+    default,
+    doctor,
+    generate,
+    models,
+    parity,
+    pull,
+    quantize,
+    serve,
+    train,
+)
 from dflash_mlx.cli.output import styled
 from dflash_mlx.errors import DFlashError
 
@@ -74,7 +88,9 @@ _add("chat", chat.chat_command, chat.EXAMPLES)
 _add("bench", bench.bench_command, bench.EXAMPLES)
 _add("serve", serve.serve_command, serve.EXAMPLES)
 app.add_typer(models.models_app, name="models", epilog=models.EXAMPLES)
+_add("default", default.default_command, default.EXAMPLES)
 _add("pull", pull.pull_command, pull.EXAMPLES)
+app.add_typer(cache.cache_app, name="cache", epilog=cache.EXAMPLES)
 _add("quantize", quantize.quantize_command, quantize.EXAMPLES)
 _add("parity", parity.parity_command, parity.EXAMPLES)
 _add("train", train.train_command, train.EXAMPLES)
@@ -142,7 +158,8 @@ def explain(error: Exception) -> tuple[str, int]:
             context = getattr(error, "ctx", None)
             path = context.command_path if context else "dflash-mlx"
             hint = " Put a prompt of several words in quotes." if "unexpected extra argument" in message else ""
-            return f"{message.rstrip('.')}.{hint} See: {path} --help", 2
+            end = "" if message.endswith("?") else "."
+            return f"{message.rstrip('.')}{end}{hint} See: {path} --help", 2
         return message, 1
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""

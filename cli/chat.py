@@ -4,6 +4,7 @@ import sys
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.conversation import Conversation
+from dflash_mlx.cli.default import with_default
 from dflash_mlx.cli.line_input import LineInput
 from dflash_mlx.cli.live import LiveText, quiet_keyboard
 from dflash_mlx.cli.output import note, styled, summary
@@ -11,7 +12,7 @@ from dflash_mlx.errors import DFlashError
 
 EXAMPLES = """[bold]Examples[/bold]
 
-  dflash-mlx chat --pair demo
+  dflash-mlx chat
 
   dflash-mlx chat --pair demo --system "Answer in one sentence." --temperature 0.7
 
@@ -38,15 +39,16 @@ def chat_command(
 ) -> None:
     """Talk with a model. It remembers the conversation and reads only what is new in each turn.
 
-    While an answer streams, a line below it shows the speed, the tokens gained in a round of drafting, the share of
-    drafts that were kept, and the last rounds as bars. Ctrl-C stops an answer; /help lists the commands.
+    While an answer streams, a line below it shows the speed, the acceptance length (tokens gained by a round), the
+    share of drafts that were kept, and the last rounds as bars. Ctrl-C stops an answer; /help lists the commands.
+    Without --pair and --model it is the default pair that answers; see dflash-mlx default.
     """
     from dflash_mlx.hub.registry import cache_home
 
     choice = options.ModelChoice(
         pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
     )
-    loaded = choice.open()
+    loaded = with_default(choice).open()
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -58,11 +60,18 @@ def chat_command(
     }
     conversation = Conversation(loaded, draft=not no_draft, settings=sampling)
     conversation.set_system(system)
-    lines = LineInput(cache_home() / "chat-history.jsonl")
+    lines = LineInput(cache_home() / "chat-history.jsonl", complete_command)
     if lines.interactive:
         drafting = "plain decoding" if no_draft else f"drafting up to {loaded.block_size - 1} tokens at once"
         note(f"{loaded.name}, {drafting}. /help lists the commands, Ctrl-D leaves.")
     talk(conversation, lines, stats=stats is not False)
+
+
+def complete_command(line: str) -> list[str]:
+    """For the Tab key."""
+    from dflash_mlx.cli import chat_commands
+
+    return chat_commands.completions(line)
 
 
 def talk(conversation: Conversation, lines: LineInput, *, stats: bool) -> None:
@@ -90,10 +99,17 @@ def talk(conversation: Conversation, lines: LineInput, *, stats: bool) -> None:
             continue
         try:
             if turn.startswith("/"):
-                note(chat_commands.run(turn, conversation), style="cyan")
+                said = chat_commands.run(turn, conversation)
+                if isinstance(said, str):
+                    note(said, style="cyan")
+                    continue
+                take_turn(conversation, said.question, stats=stats, again=True)
             else:
-                take_turn(conversation, turn.strip(), stats=stats)
-                pressed = conversation.interrupted
+                question, before = "\n\n".join((turn.strip(), *conversation.attached)), len(conversation.messages)
+                take_turn(conversation, question, stats=stats)
+                if len(conversation.messages) > before:  # else the question was taken back, and its files wait
+                    conversation.attached.clear()
+            pressed = conversation.interrupted
         except chat_commands.LeaveChat:
             return
         except DFlashError as error:
@@ -103,16 +119,17 @@ def talk(conversation: Conversation, lines: LineInput, *, stats: bool) -> None:
             print(styled("error:", "red", sys.stderr) + f" {error}", file=sys.stderr, flush=True)
 
 
-def take_turn(conversation: Conversation, question: str, *, stats: bool) -> None:
-    """Answer one question on the terminal."""
+def take_turn(conversation: Conversation, question: str, *, stats: bool, again: bool = False) -> None:
+    """Answer one question on the terminal, or the last one again."""
     with quiet_keyboard(), LiveText() as live:
-        notices = conversation.ask(question, live)
+        notices = (conversation.ask_again if again else conversation.ask)(question, live)
     if not sys.stdout.isatty() and not live.text.endswith("\n"):
         print(flush=True)
     for notice in notices:
         note(notice, style="yellow")
     if conversation.interrupted:
         kept = "what was said stays in the conversation" if live.text else "the question was taken back"
+        kept = "the answer from before stays" if again and not live.text else kept
         note(f"stopped; {kept}.", style="yellow")
     if stats and conversation.last is not None:
         for line in summary(conversation.last):

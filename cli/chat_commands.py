@@ -1,12 +1,16 @@
 """What begins with a slash in a chat: a name, its argument, a function that answers with a line to show."""
 
+import difflib
+import glob
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_mlx.cli import settings
 from dflash_mlx.cli.conversation import Conversation
 from dflash_mlx.cli.output import picture
+from dflash_mlx.cli.prompt import attachment
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hub.leftovers import write_atomically
 
@@ -15,8 +19,19 @@ class LeaveChat(Exception):  # noqa: N818  not an error
     """The user said goodbye."""
 
 
+@dataclass(frozen=True)
+class Retry:
+    """The last question is to be answered again."""
+
+    question: str
+
+
 HELP = """\
 /help              this list
+/file PATH         attach a text file to your next message; /file - takes all of them away
+/retry             answer the last message again
+/undo              take the last message and its answer back
+/draft on|off      draft or decode plainly from now on: the words are the same, the speed is not
 /reset             forget the conversation (instructions stay)
 /system TEXT       set the instructions; without TEXT, show them; /system - takes them away
 /set NAME VALUE    change max-tokens, temperature, top-p, top-k, min-p, seed or draft (on, off); alone, show them
@@ -25,18 +40,35 @@ HELP = """\
 /exit              leave (Ctrl-D does, too)
 
 A line that ends with \\ goes on with the next one; text between two \"\"\" can span lines. To send a line that begins
-with a slash, put a space in front. Ctrl-C stops an answer."""
+with a slash, put a space in front. Lines that are pasted together are one message. The Tab
+key completes commands. Ctrl-C stops an answer."""
 
 _CHANGEABLE = ("max-tokens", "temperature", "top-p", "top-k", "min-p", "seed")
 
 
-def run(line: str, conversation: Conversation) -> str:
-    """Carry out a slash command; returns what to tell the user. Raises UsageError and LeaveChat."""
+def run(line: str, conversation: Conversation) -> str | Retry:
+    """Carry out a slash command; returns what to tell the user, or to do. Raises DFlashError and LeaveChat."""
     name, _, argument = line.strip().partition(" ")
     command = _COMMANDS.get(name.lower())
     if command is None:
-        raise UsageError(f"there is no command {name}; there are {', '.join(_COMMANDS)}.")
+        close = difflib.get_close_matches(name.lower(), _COMMANDS, n=2, cutoff=0.6)
+        meant = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise UsageError(f"there is no command {name}.{meant} /help lists them.")
     return command(conversation, argument.strip())
+
+
+def completions(line: str) -> list[str]:
+    """What a line may become with the Tab key: commands, the names and values they take, and paths of files."""
+    name, space, argument = line.partition(" ")
+    if not line.startswith("/"):
+        return []
+    if not space:
+        return [f"{command} " for command in _COMMANDS if command.startswith(name)]
+    if name in ("/file", "/save", "/save!"):
+        found = sorted(glob.glob(glob.escape(os.path.expanduser(argument)) + "*"))
+        return [f"{name} {path}{'/' if os.path.isdir(path) else ''}" for path in found]
+    known = {"/set": [f"{setting} " for setting in (*_CHANGEABLE, "draft")], "/draft": ["on", "off"]}
+    return [f"{name} {word}" for word in known.get(name, []) if word.startswith(argument)]
 
 
 def _help(conversation: Conversation, argument: str) -> str:
@@ -54,6 +86,38 @@ def _system(conversation: Conversation, argument: str) -> str:
         return "Instructions taken away." if argument == "-" else "Instructions set."
     first = conversation.messages[0] if conversation.messages else {"role": ""}
     return first["content"] if first["role"] == "system" else "There are no instructions."
+
+
+def _file(conversation: Conversation, argument: str) -> str:
+    if argument == "-":
+        conversation.attached.clear()
+        return "No file is attached any more."
+    if not argument:
+        count = len(conversation.attached)
+        raise UsageError(f"say which: /file PATH. {count} {'file is' if count == 1 else 'files are'} attached now.")
+    conversation.attached.append(attachment(Path(argument)))
+    return f"{Path(argument).name} goes with your next message."
+
+
+def _retry(conversation: Conversation, argument: str) -> Retry:
+    question = next((m["content"] for m in reversed(conversation.messages) if m["role"] == "user"), None)
+    if question is None:
+        raise UsageError("there is no message to answer again yet.")
+    return Retry(question)
+
+
+def _undo(conversation: Conversation, argument: str) -> str:
+    question = conversation.undo()
+    if question is None:
+        raise UsageError("there is no message to take back.")
+    first = question.strip().splitlines()[0]
+    return f"Taken back: {first[:59] + '…' if len(first) > 60 else first}"
+
+
+def _draft(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        return f"draft is {'on' if conversation.draft else 'off'}; change it with /draft on or /draft off."
+    return _set(conversation, f"draft {argument}")
 
 
 def _set(conversation: Conversation, argument: str) -> str:
@@ -84,7 +148,7 @@ def _stats(conversation: Conversation, argument: str) -> str:
     lines[0] += f"; {totals.cached_tokens} of {totals.prompt_tokens} prompt tokens were already in memory"
     if totals.rounds:
         mean, rate = totals.round_tokens / totals.rounds, totals.accepted / max(totals.drafted, 1)
-        lines.append(f"drafting: {totals.rounds} rounds, {mean:.2f} tokens a round, {rate:.0%} of drafts kept")
+        lines.append(f"drafting: {totals.rounds} rounds, acceptance length {mean:.2f}, {rate:.0%} of drafts kept")
     last = conversation.last
     if last is not None:
         lines.append(f"last answer: {last.generation_tokens} tokens at {last.generation_tps:.1f} tok/s")
@@ -119,8 +183,12 @@ def _exit(conversation: Conversation, argument: str) -> str:
     raise LeaveChat
 
 
-_COMMANDS: dict[str, Callable[[Conversation, str], str]] = {
+_COMMANDS: dict[str, Callable[[Conversation, str], str | Retry]] = {
     "/help": _help,
+    "/file": _file,
+    "/retry": _retry,
+    "/undo": _undo,
+    "/draft": _draft,
     "/reset": _reset,
     "/system": _system,
     "/set": _set,

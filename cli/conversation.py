@@ -82,6 +82,7 @@ class Conversation:
     totals: Totals = field(default_factory=Totals)
     last: "GenerationResponse | None" = None
     interrupted: bool = False
+    attached: list[str] = field(default_factory=list)  # files that go with the next question
 
     def __post_init__(self) -> None:
         self.session = self.pair.new_session()
@@ -96,7 +97,27 @@ class Conversation:
     def reset(self) -> None:
         """Forget all turns, keep the instructions."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
+        self.attached.clear()
         self.session = self.pair.new_session()
+
+    def undo(self) -> str | None:
+        """Take the last question and its answer back; returns the question, None where there is none."""
+        last = max((i for i, message in enumerate(self.messages) if message["role"] == "user"), default=None)
+        if last is None:
+            return None
+        question = self.messages[last]["content"]
+        del self.messages[last:]
+        return question
+
+    def ask_again(self, question: str, live: LiveText) -> list[str]:
+        """Answer the last question, which is `question`, once more; the old answer stays if no new one comes."""
+        before = list(self.messages)
+        self.undo()
+        try:
+            return self.ask(question, live)
+        finally:
+            if not live.text:
+                self.messages = before
 
     def ask(self, question: str, live: LiveText) -> list[str]:
         """Stream the answer to `question`; returns notices. `interrupted` says whether Ctrl-C ended it.

@@ -1,28 +1,35 @@
 """`dflash-mlx generate`: one prompt, one answer."""
 
 import json
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dflash_mlx.cli import options
-from dflash_mlx.cli.live import LiveText, quiet_keyboard
-from dflash_mlx.cli.output import READING, live_line, note, summary
-from dflash_mlx.errors import PromptError, UsageError
+from dflash_mlx.cli.default import with_default
+from dflash_mlx.cli.output import note, summary
+from dflash_mlx.cli.prompt import read_prompt, read_text
+from dflash_mlx.cli.streaming import answer
+from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_mlx.generation import GenerationResponse
+    from dflash_mlx.decoding.constraint import Constraint
     from dflash_mlx.pair import ModelPair
-    from dflash_mlx.sampling import SamplingParams
 
 EXAMPLES = """[bold]Examples[/bold]
 
   dflash-mlx generate "Why is the sky blue?" --pair demo
 
-  cat letter.txt | dflash-mlx generate --system "Summarise in three sentences." --pair demo
+  cat letter.txt | dflash-mlx generate "Summarise in three sentences." --pair demo
+
+  dflash-mlx generate "What is new in the second one?" -f old.txt -f new.txt --pair demo
 
   dflash-mlx generate "Name a colour" --pair demo --temperature 0.8 --seed 7
+
+  dflash-mlx generate "Why is the sky blue?" --pair demo --compare
+
+  dflash-mlx generate "A person from Paris" --schema person.json --pair demo
 
   dflash-mlx generate "2+2=" --raw --model ./my-model --draft-model ./my-drafter --json
 """
@@ -30,13 +37,24 @@ EXAMPLES = """[bold]Examples[/bold]
 
 def generate_command(
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="What to ask. '-', or nothing in a pipe, reads stdin.")
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", help="What to ask. Piped text follows it; '-', or nothing in a pipe, waits for that."
+        ),
+    ] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--file", "-f", metavar="FILE", help="Attach a text file to the prompt. Can be given several times."
+        ),
     ] = None,
     pair: options.Pair = None,
     model: options.Model = None,
     draft_model: options.DraftModel = None,
     no_draft: options.NoDraft = False,
     block_size: options.BlockSize = None,
+    width: options.Width = None,
+    tree: options.Tree = False,
     dtype: options.Precision = options.DType.auto,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
@@ -54,17 +72,41 @@ def generate_command(
             rich_help_panel=options.SAMPLING,
         ),
     ] = False,
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            "--schema",
+            metavar="FILE",
+            help="Answer with JSON of this JSON schema, and nothing else.",
+            rich_help_panel=options.SAMPLING,
+        ),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Answer twice, plainly and with drafting, and compare speed and words.",
+            rich_help_panel=options.OUTPUT,
+        ),
+    ] = False,
     as_json: options.Json = False,
     stats: options.Stats = None,
 ) -> None:
-    """Answer one prompt. The text goes to stdout as it comes; speed and acceptance go to stderr."""
+    """Answer one prompt. The text goes to stdout as it comes; speed and acceptance length go to stderr.
+
+    Without --pair and --model it is the default pair that answers; see dflash-mlx default.
+    """
     if raw and system is not None:
         raise UsageError("--system needs the chat template, which --raw leaves out; give one of them.")
-    text = read_prompt(prompt)
+    if no_draft and compare:
+        raise UsageError("--compare shows what drafting gains, and --no-draft leaves it out; give one of them.")
+    options.require_width(width, tree=tree, no_draft=no_draft)
+    wanted = read_schema(schema)
+    text = read_prompt(prompt, files or ())
     choice = options.ModelChoice(
         pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
     )
-    opened = choice.open()
+    opened = with_default(choice).open()
     from dflash_mlx import SamplingParams
 
     params = SamplingParams(
@@ -77,7 +119,22 @@ def generate_command(
         stop=tuple(stop or ()),
     )
     question = opened.encode_prompt(text) if raw else messages(text, system)
-    last, result = answer(opened, question, params, draft=not no_draft, echo=not as_json)
+    constraint = _constraint(opened, wanted)
+    if compare:
+        from dflash_mlx.cli.comparison import run_comparison
+
+        run_comparison(opened, question, params, width=width, tree=tree, constraint=constraint, as_json=as_json)
+        return
+    last, result = answer(
+        opened,
+        question,
+        params,
+        draft=not no_draft,
+        echo=not as_json,
+        width=width,
+        tree=tree,
+        constraint=constraint,
+    )
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     if stats if stats is not None else not as_json:
@@ -91,41 +148,20 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*first, {"role": "user", "content": text}]
 
 
-def read_prompt(prompt: str | None) -> str:
-    """The prompt's text, from the argument or from stdin. Raises UsageError and PromptError."""
-    from_stdin = prompt == "-" or (prompt is None and not sys.stdin.isatty())
-    if prompt is None and not from_stdin:
-        raise UsageError('there is no prompt; give one ("Why is the sky blue?"), or pipe text into the command.')
+def read_schema(path: Path | None) -> dict[str, Any] | None:
+    """A JSON schema from a file, before anything is loaded. Raises UsageError."""
+    if path is None:
+        return None
     try:
-        text = sys.stdin.read() if from_stdin else str(prompt)
-        text.encode("utf-8")
-    except UnicodeError:
-        raise PromptError("the prompt is not valid UTF-8 text; convert it first, for instance with iconv.") from None
-    if not text.strip():
-        raise PromptError("the prompt is empty; " + ("nothing came in on stdin." if from_stdin else "write some text."))
-    return text.rstrip("\n") if from_stdin else text
+        schema = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON ({error}); give a file with a JSON schema.") from None
+    if not isinstance(schema, dict):
+        raise UsageError(f'{path} holds no JSON schema; expected an object such as {{"type": "object"}}.')
+    return schema
 
 
-def answer(
-    pair: "ModelPair", prompt: Any, params: "SamplingParams", *, draft: bool, echo: bool
-) -> tuple["GenerationResponse", dict[str, Any]]:
-    """Stream an answer; returns the last response, and the whole answer as the object that --json prints."""
-    from dflash_mlx import stream_generate
+def _constraint(pair: "ModelPair", schema: dict[str, Any] | None) -> "Constraint | None":
+    from dflash_mlx.decoding.constraint import json_constraint
 
-    token_ids: list[int] = []
-    notices: list[str] = []
-    last = None
-    with quiet_keyboard(), LiveText(echo=echo) as live:
-        live.write("", READING)
-        for response in stream_generate(pair, prompt, params, draft=draft):
-            token_ids += response.token_ids
-            live.write(response.text, live_line(response))
-            if response.notice:
-                notices.append(response.notice)
-            last = response
-    if echo and not sys.stdout.isatty() and not live.text.endswith("\n"):
-        print(flush=True)
-    for notice in notices:
-        note(notice, style="yellow")
-    assert last is not None
-    return last, {**last.to_json(), "text": live.text, "token_ids": token_ids}
+    return None if schema is None else json_constraint(pair, schema)

@@ -2,10 +2,13 @@
 
 import contextlib
 import json
+import select
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from dflash_mlx.cli.output import is_terminal
+from dflash_mlx.cli.prompt import at_keyboard
 from dflash_mlx.hub.leftovers import write_atomically
 
 try:
@@ -18,15 +21,31 @@ _FENCE = '"""'
 
 
 class LineInput:
-    """Reads turns. On a terminal with line editing, history and a prompt; from a pipe, as they come."""
+    """Reads turns. On a terminal with line editing, history and a prompt; from a pipe, as they come.
 
-    def __init__(self, history: Path) -> None:
-        self.interactive = sys.stdin.isatty()
+    complete: what a line may become, for the Tab key; see `chat_commands.completions`.
+    """
+
+    def __init__(self, history: Path, complete: Callable[[str], list[str]] | None = None) -> None:
+        self.interactive = at_keyboard()
         self._history = history
+        self._splits_pastes = True
         if self.interactive and readline is not None:
             readline.set_auto_history(False)
             for entry in read_history(history):
                 readline.add_history(entry)
+            self._bind_keys(complete)
+
+    def _bind_keys(self, complete: Callable[[str], list[str]] | None) -> None:
+        """Tab completes. What is pasted stays one turn: GNU readline knows how, and Python turns it off."""
+        edits_like_bsd = "libedit" in (readline.__doc__ or "")
+        if not edits_like_bsd:
+            readline.parse_and_bind("set enable-bracketed-paste on")
+            self._splits_pastes = False
+        if complete is not None:
+            readline.set_completer_delims("")
+            readline.set_completer(lambda text, state: [*complete(text), None][state])
+            readline.parse_and_bind("bind ^I rl_complete" if edits_like_bsd else "tab: complete")
 
     def read(self) -> str | None:
         """The next turn, None at the end of input. A KeyboardInterrupt passes through.
@@ -62,16 +81,24 @@ class LineInput:
     def _line(self, prompt: str) -> str | None:
         try:
             if not self.interactive:
-                line = sys.stdin.readline()
+                line = sys.stdin.readline() if sys.stdin is not None else ""
                 return line.rstrip("\r\n") if line else None
             if not is_terminal(sys.stdout):
                 # input() would write its prompt to stdout, where only answers belong.
                 sys.stderr.write(prompt)
                 sys.stderr.flush()
                 prompt = ""
-            return input(prompt)
+            return self._pasted_after(input(prompt))
         except EOFError:
             return None
+
+    def _pasted_after(self, line: str) -> str:
+        """The line, and those that were pasted with it where line editing does not keep them together."""
+        edited = is_terminal(sys.stdout)
+        with contextlib.suppress(EOFError):
+            while (self._splits_pastes or not edited) and _more_was_pasted():
+                line += "\n" + input()
+        return line
 
     def _remember(self, turn: str) -> None:
         if readline is not None:
@@ -79,6 +106,14 @@ class LineInput:
         # History is a comfort: a full disk or a read-only home must not end the conversation.
         with contextlib.suppress(OSError):
             write_history(self._history, [*read_history(self._history), turn])
+
+
+def _more_was_pasted() -> bool:
+    """Whether a further line is there already; nobody types one that fast."""
+    try:
+        return bool(select.select([sys.stdin.fileno()], [], [], 0)[0])
+    except (OSError, ValueError):
+        return False
 
 
 def read_history(path: Path) -> list[str]:

@@ -5,6 +5,8 @@ the line is drawn again and the cursor goes back. A row is made first with IND (
 the column), so that going down and up again meets the same place. All this only happens where the cursor's column is
 certain: a terminal whose last column has just been filled wraps with the next character, and a movement would lose
 that, so then the line waits for the next piece of text.
+
+Words stay whole: one that would cross the last column is erased there and written again in the next row.
 """
 
 import os
@@ -38,6 +40,8 @@ class LiveText:
         self._live = status and is_terminal(sys.stderr)
         self._width = terminal_width()
         self._column = 0
+        self._word = ""  # what stands before the cursor since the last space, and where it begins
+        self._word_column = 0
         self._drawn = False
         self._drawn_at = 0.0
         self._status = ""
@@ -58,10 +62,8 @@ class LiveText:
         self.text += text
         if text and self._echo:
             self._erase()
-            shown = printable(text) if self._text_on_screen else text
-            sys.stdout.write(shown)
+            sys.stdout.write(self._wrapped(printable(text)) if self._text_on_screen else text)
             sys.stdout.flush()
-            self._advance(shown)
         erased = self._text_on_screen and not self._drawn
         if self._live and (erased or now - self._drawn_at > _SECONDS_BETWEEN_DRAWINGS):
             self._draw()
@@ -75,17 +77,35 @@ class LiveText:
             sys.stdout.flush()
             self._column = 0
 
-    def _advance(self, text: str) -> None:
-        if not self._text_on_screen:
-            return
-        for character in text:
-            if character == "\n":
-                self._column = 0
-            elif character == "\t":
-                self._column = min(self._width - 1, (self._column // 8 + 1) * 8)
+    def _wrapped(self, text: str) -> str:
+        """What to send to the terminal for `text`, so that rows break at spaces; follows the cursor's column."""
+        return "".join(map(self._placed, text))
+
+    def _placed(self, character: str) -> str:
+        cells = cell_len(character)
+        if character in "\n\t ":
+            full = self._column >= self._width
+            if character == "\n" or full:
+                self._column = 0  # a space at the end of a full row is the end of that row
             else:
-                cells = cell_len(character)
-                self._column = cells if self._column + cells > self._width else self._column + cells
+                next_stop = min(self._width - 1, (self._column // 8 + 1) * 8)
+                self._column = next_stop if character == "\t" else self._column + 1
+            self._word, self._word_column = "", self._column
+            return "\n" if full else character
+        before = ""
+        if cells > 1:  # scripts with wide characters have no spaces: each of them may begin a row
+            self._word, self._word_column = "", self._column
+        if self._column + cells > self._width:
+            before = self._begin_row()
+        self._word += character
+        self._column += cells
+        return before + character
+
+    def _begin_row(self) -> str:
+        """Move the word at the cursor to a new row. One that is as long as a row is left to the terminal to break."""
+        start, moved = self._word_column, self._word if self._word_column else ""
+        self._word, self._word_column, self._column = moved, 0, cell_len(moved)
+        return f"\r\x1b[{start}C{_ERASE_BELOW}\n{moved}" if moved else ""
 
     def _draw(self) -> None:
         self._width = terminal_width()
@@ -116,7 +136,7 @@ def quiet_keyboard() -> Iterator[None]:
         descriptor = sys.stdin.fileno()
         # A job in the background must not touch the terminal: the system would stop it.
         foreground = os.isatty(descriptor) and os.tcgetpgrp(descriptor) == os.getpgrp()
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):  # stdin may be closed, or no file
         foreground = False
     if not foreground:
         yield

@@ -1,13 +1,14 @@
 """`dflash-mlx models`: the pairs that are known, what each needs, and whether it works here."""
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from dflash_mlx.cli import options
+from dflash_mlx.cli.models_table import print_table, size_words, yes_or_no
+from dflash_mlx.cli.output import note
 
 if TYPE_CHECKING:
     from dflash_mlx.hub.registry import PairSpec
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 EXAMPLES = """[bold]Examples[/bold]
 
   dflash-mlx models
+
+  dflash-mlx models list --all
 
   dflash-mlx models qwen3.5
 
@@ -40,15 +43,15 @@ _LABELS = {
     "block_size": "block size",
     "variants": "other revisions",
     "thinking": "thinking mode",
-    "verified": "tried",
+    "verified": "tested",
     "license": "licence",
     "notes": "notes",
 }
 _VERIFIED = {
-    "measured": "yes: tokens and speed measured",
+    "measured": "yes: its tokens and its speed were measured",
     "runs": "yes: it ran and gave the target's tokens",
-    "loads": "loaded and checked",
-    "listed": "no: listed from what its makers publish",
+    "loads": "in part: it was loaded and checked",
+    "listed": "no: it is listed from what its makers publish",
 }
 _THINKING = {
     "none": "the target has none",
@@ -81,19 +84,33 @@ def list_command(
     text: Annotated[str, typer.Argument(metavar="[FILTER]", help="Only pairs with this text in them.")] = "",
     fits: Annotated[bool, typer.Option("--fits", help="Only pairs that this machine's memory holds.")] = False,
     downloaded: Annotated[bool, typer.Option("--downloaded", help="Only pairs that are on this disk.")] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Also pairs that are too large for this machine, or of unknown size.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """The known pairs in a table. Example: dflash-mlx models list gemma --fits"""
+    """The known pairs in a table. Without a filter: those that this machine's memory holds.
+
+    A wide terminal also shows the models' ids; --json always lists every pair. Example: dflash-mlx models list gemma
+    """
     from dflash_mlx.hub.registry import list_pairs
 
     pairs = [describe(spec) for spec in list_pairs() if _mentions(spec, text)]
     pairs = [p for p in pairs if (p["fits_memory"] or not fits) and (p["downloaded"] or not downloaded)]
     if as_json:
         print(json.dumps(pairs, ensure_ascii=False, indent=2))
-    elif pairs:
-        _print_table(pairs)
-    else:
-        print("no known pair is like that; `dflash-mlx models` lists all")
+        return
+    only_fitting = not (text or downloaded or show_all)
+    shown = [p for p in pairs if p["fits_memory"] or not only_fitting]
+    if shown:
+        print_table(shown, show_fits=not (only_fitting or fits))
+    elif not only_fitting:
+        print("no known pair is like that; `dflash-mlx models list --all` lists them all")
+    if only_fitting and len(shown) < len(pairs):
+        note(
+            f"{len(pairs) - len(shown)} more pairs are too large for this machine or of unknown size: "
+            "`dflash-mlx models list --all` lists them too, `dflash-mlx models show NAME` says more about one."
+        )
 
 
 @models_app.command("show")
@@ -198,44 +215,12 @@ def _mb(size: int | None) -> int | None:
 
 def _words(value: Any) -> str:
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return yes_or_no(value)
     if isinstance(value, list):
         return ", ".join(str(item) for item in value)
     return "unknown" if value is None else " ".join(str(value).split())
 
 
-def size_words(mb: int | None) -> str:
-    if mb is None:
-        return "unknown"
-    return f"{mb} MB" if mb < 1000 else f"{mb / 1000:.1f} GB"
-
-
 def _memory_words(memory: dict[str, Any]) -> str:
     parts = ", ".join(f"{key} {size_words(memory[f'{key}_mb'])}" for key in ("target", "drafter", "cache"))
     return f"{'about ' if memory['estimated'] else ''}{size_words(memory['total_mb'])} ({parts})"
-
-
-def _print_table(pairs: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    # In a pipe nothing may be cut off or wrapped: there the table is as wide as it needs.
-    console = Console(width=None if sys.stdout.isatty() else 500)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("name", "also", "target", "drafter", "memory", "block", "tried", "on disk", "fits"):
-        table.add_column(column, overflow="fold")
-    for pair in pairs:
-        memory = pair["memory"]
-        table.add_row(
-            pair["name"],
-            ", ".join(pair["aliases"]),
-            pair["target"],
-            pair["drafter"] + (" (gated)" if pair["gated"] else ""),
-            ("~" if memory["estimated"] and memory["total_mb"] else "") + size_words(memory["total_mb"]),
-            str(pair["block_size"]),
-            pair["verified"],
-            _words(pair["downloaded"]),
-            _words(pair["fits_memory"]),
-        )
-    console.print(table)

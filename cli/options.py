@@ -9,6 +9,7 @@ import typer
 from dflash_mlx.cli.live import quiet_keyboard
 from dflash_mlx.cli.output import LoadProgress, note
 from dflash_mlx.cli.settings import parser
+from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_mlx.pair import ModelPair
@@ -73,6 +74,20 @@ BlockSize = Annotated[
         parser=parser("block-size"),
         rich_help_panel=MODELS,
     ),
+]
+Width = Annotated[
+    int | None,
+    typer.Option(
+        "--width",
+        metavar="N",
+        help="Verify N drafts in each round. (default: as many as pay, by measured speed)",
+        parser=parser("width"),
+        rich_help_panel=MODELS,
+    ),
+]
+Tree = Annotated[
+    bool,
+    typer.Option("--tree", help="With --width: the drafts are a tree, not a chain.", rich_help_panel=MODELS),
 ]
 Precision = Annotated[
     DType,
@@ -163,11 +178,19 @@ Stats = Annotated[
     bool | None,
     typer.Option(
         "--stats/--no-stats",
-        help="Show speed and acceptance after the answer, on stderr. (default: on; off with --json)",
+        help="Show speed and acceptance length after the answer, on stderr. (default: on; off with --json)",
         rich_help_panel=OUTPUT,
         show_default=False,
     ),
 ]
+
+
+def require_width(width: int | None, *, tree: bool, no_draft: bool) -> None:
+    """Refuse widths and trees that would change nothing. Raises UsageError."""
+    if no_draft and (width is not None or tree):
+        raise UsageError("--width and --tree are for drafts, which --no-draft leaves out; give one of them.")
+    if tree and width is None:
+        raise UsageError("--tree needs --width N; without both, chains or trees are chosen by measured speed.")
 
 
 @dataclass(frozen=True, kw_only=True)

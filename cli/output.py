@@ -3,6 +3,7 @@
 stdout carries results only. Everything here writes to stderr, in colour only on a terminal that wants it.
 """
 
+import contextlib
 import os
 import re
 import sys
@@ -102,7 +103,7 @@ def _acceptance(response: "GenerationResponse") -> list[str]:
     if acceptance is None or not acceptance.rounds:
         return []
     return [
-        f"{acceptance.mean_acceptance_length:.2f} tokens a round",
+        f"acceptance length {acceptance.mean_acceptance_length:.2f}",
         f"{acceptance.acceptance_rate:.0%} of drafts kept",
     ]
 
@@ -151,8 +152,8 @@ def _bar(fraction: float, *, width: int = 20) -> str:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal behind stderr; 80 where that is unknown."""
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
+    """Columns of the terminal behind stderr or stdout; 80 where that is unknown."""
+    for stream in (sys.stderr, sys.stdout):
+        with contextlib.suppress(OSError, ValueError):
+            return os.get_terminal_size(stream.fileno()).columns or 80
+    return 80

@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.live import quiet_keyboard
-from dflash_mlx.cli.models import size_words
+from dflash_mlx.cli.models_table import size_words
 from dflash_mlx.cli.output import LoadProgress, note
 from dflash_mlx.errors import UsageError
 
@@ -75,14 +76,23 @@ def _sources(what: str, revision: str | None) -> "list[tuple[str, ModelSource]]"
     if "/" not in what:
         if revision:
             raise UsageError("--revision is for one model of the Hub; name it as owner/name.")
-        spec = find_pair(what)
+        if Path(what).is_dir():
+            raise UsageError(_here_already(what))
+        try:
+            spec = find_pair(what)
+        except UsageError as error:
+            raise UsageError(f"{error} A single model of the Hub is named as owner/name.") from None
         return [("target", spec.target), ("drafter", spec.drafter)]
     source = parse_source(what)
     if source.kind != "hub":
-        raise UsageError(f"{what} is a folder on this disk already; pull takes a pair, or a model of the Hub.")
+        raise UsageError(_here_already(what))
     if revision and source.revision:
         raise UsageError(f"{what} names a revision, and so does --revision; give one of them.")
     return [("model", replace(source, revision=revision or source.revision))]
+
+
+def _here_already(what: str) -> str:
+    return f"{what} is a folder on this disk already; pull takes a pair, or a model of the Hub."
 
 
 def _describe(role: str, source: "ModelSource", pulled: Any) -> dict[str, Any]:
@@ -120,5 +130,10 @@ def _mention_drafter(what: str, sources: "list[tuple[str, ModelSource]]") -> Non
         match = match_target(local_facts(source), list_pairs())
     except UsageError:  # a drafter itself, or one of several targets of the same build
         return
-    if match is not None:
-        note(f"its drafter is {match.pair.drafter}: dflash-mlx pull {match.pair.drafter}")
+    if match is None:
+        return
+    drafter = match.pair.drafter
+    if drafter.kind == "hub":
+        note(f"its drafter is {drafter}: dflash-mlx pull {drafter}")
+    else:
+        note(f'its drafter comes with dflash-mlx: dflash-mlx generate "Why is the sky blue?" --model {source}')

@@ -9,7 +9,7 @@ import typer
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.live import quiet_keyboard
-from dflash_mlx.cli.models import size_words
+from dflash_mlx.cli.models_table import size_words
 from dflash_mlx.cli.output import LoadProgress, note
 from dflash_mlx.errors import UsageError
 
@@ -98,7 +98,10 @@ def _source(what: str, part: Part) -> "tuple[ModelSource, PairSpec | None]":
     from dflash_mlx.hub.resolve import local_facts, match_target
 
     if "/" not in what and not Path(what).is_dir():
-        spec = find_pair(what)
+        try:
+            spec = find_pair(what)
+        except UsageError as error:
+            raise UsageError(f"there is no folder {what!r} here, and {error}") from None
         return (spec.drafter if part is Part.drafter else spec.target), spec
     source = parse_source(what)
     if part is Part.drafter:
@@ -179,7 +182,7 @@ def _measure(folder: Path, spec: "PairSpec | None", drafter: bool, when: str, pr
         found[f"perplexity_{when}"] = round(perplexity(pair)[0], 3)
     if draft is not None:
         kept = acceptance(pair, progress=lambda done, of: progress.report(f"counting kept drafts {when}", done / of))
-        found[f"tokens_a_round_{when}"] = round(kept.mean_acceptance_length, 3)
+        found[f"acceptance_length_{when}"] = round(kept.mean_acceptance_length, 3)
         found[f"drafts_kept_{when}"] = round(kept.acceptance_rate, 4)
     return found
 
@@ -188,7 +191,7 @@ _ROWS = {
     "size_mb": ("size", size_words),
     "bits_per_weight": ("bits a weight", lambda x: f"{x:.2f}"),
     "perplexity": ("perplexity", lambda x: f"{x:.2f}"),
-    "tokens_a_round": ("tokens a round", lambda x: f"{x:.2f}"),
+    "acceptance_length": ("acceptance length", lambda x: f"{x:.2f}"),
     "drafts_kept": ("drafts kept", lambda x: f"{x:.1%}"),
 }
 
@@ -198,6 +201,6 @@ def _print(facts: dict[str, Any]) -> None:
     for key, (label, words) in _ROWS.items():
         before, after = facts.get(f"{key}_before"), facts.get(f"{key}_after")
         if before is not None and after is not None:
-            print(f"  {label + ':':<16}{words(before)} -> {words(after)}")
+            print(f"  {label + ':':<19}{words(before)} -> {words(after)}")
     if "address" in facts:
         print(f"  uploaded to {facts['address']}")

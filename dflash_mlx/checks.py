@@ -65,8 +65,8 @@ def check_pair(target: Target, drafter: DFlashDrafter, *, dtype: mx.Dtype) -> li
     prompt = mx.array(rng.integers(0, target.vocab_size, (1, 6)))
     block = mx.array(rng.integers(0, target.vocab_size, (1, _BLOCK)))
     tolerance = TOLERANCE[dtype]
-    done = [_check_taps(target, drafter, prompt, tolerance), _check_head(target, prompt, tolerance)]
-    done += _check_blocks(target, drafter, prompt, block, tolerance)
+    done = [_check_taps(target, drafter, prompt, dtype), _check_head(target, prompt, tolerance)]
+    done += _check_blocks(target, drafter, prompt, block, dtype)
     return done
 
 
@@ -161,14 +161,14 @@ def following(scores: np.ndarray, wanted: np.ndarray) -> float:
     return float(shares.mean()) if shares.size else 0.5
 
 
-def _check_taps(target: Target, drafter: DFlashDrafter, prompt: mx.array, tolerance: float) -> str:
+def _check_taps(target: Target, drafter: DFlashDrafter, prompt: mx.array, dtype: mx.Dtype) -> str:
     """Reading the layers changes neither the model nor its numbers."""
     layer_ids = drafter.config.target_layer_ids
     classes = [type(layer) for layer in target.layers]
     names = target.parameter_names()
     plain = target.forward(prompt, target.make_cache())
     logits, features = target.forward_tapped(prompt, target.make_cache(), layer_ids)
-    _require_close("a tapped forward", logits, "the plain forward", plain, tolerance)
+    _require_close("a tapped forward", logits, "the plain forward", plain, TOLERANCE[dtype])
     if [type(layer) for layer in target.layers] != classes or target.parameter_names() != names:
         raise PairError(
             "reading the target's layers changed the model itself; this target cannot be used for drafting."
@@ -177,7 +177,7 @@ def _check_taps(target: Target, drafter: DFlashDrafter, prompt: mx.array, tolera
     if features.shape != expected:
         raise PairError(f"the target's features should have the shape {expected}, found {features.shape}.")
     if not mx.all(mx.isfinite(features)).item():
-        raise PairError("the target's features are not finite; try another --dtype, float32 for instance.")
+        raise PairError(f"the target's features are not finite; {_next_step('target', dtype)}.")
     return f"layers {list(layer_ids)} can be read without changing the target"
 
 
@@ -195,7 +195,7 @@ def _check_head(target: Target, prompt: mx.array, tolerance: float) -> str:
 
 
 def _check_blocks(
-    target: Target, drafter: DFlashDrafter, prompt: mx.array, block: mx.array, tolerance: float
+    target: Target, drafter: DFlashDrafter, prompt: mx.array, block: mx.array, dtype: mx.Dtype
 ) -> list[str]:
     """A block gives what token by token gives, a trimmed cache forgets, and drafts are finite."""
     session = Session(target, drafter)
@@ -217,14 +217,21 @@ def _check_blocks(
         stepwise,
         "the block forward",
         together,
-        tolerance,
+        TOLERANCE[dtype],
     )
 
     state = DFlashState.of(drafter, target, session.draft_cache, length)
     drafted = state.draft(block[:, 0], at, _BLOCK - 1, room=length + _BLOCK).logits
     if not mx.all(mx.isfinite(drafted)).item():
-        raise PairError("the drafter's logits are not finite; try another --dtype, float32 for instance.")
+        raise PairError(f"the drafter's logits are not finite; {_next_step('drafter', dtype)}.")
     return ["a block forward equals token by token, and rejected tokens leave the cache", "drafts are finite"]
+
+
+def _next_step(model: str, dtype: mx.Dtype) -> str:
+    """What may help where numbers are not finite: in float32 they do not overflow, so the file is to blame."""
+    if dtype == mx.float32:
+        return f"its weights are probably damaged, so fetch the {model} again"
+    return "try --dtype float32, and if that does not help, fetch the model again"
 
 
 def _require_close(name: str, found: mx.array, reference: str, expected: mx.array, tolerance: float) -> None:

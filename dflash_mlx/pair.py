@@ -22,8 +22,9 @@ from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.folder import read_json
-from dflash_mlx.hub.registry import ModelSource, find_pair, parse_source
-from dflash_mlx.hub.resolve import pair_for_target
+from dflash_mlx.hub.naming import is_drafter
+from dflash_mlx.hub.registry import ModelSource, find_pair, list_pairs, parse_source
+from dflash_mlx.hub.resolve import UnknownTargetError, pair_for_target
 from dflash_mlx.kernels.few_rows import use_where_faster
 from dflash_mlx.policy.costs import load_or_measure
 from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth
@@ -174,6 +175,10 @@ def load_pair(
     target_folder = ensure_model(target_source, report=report)
     drafter_folder = ensure_model(drafter_source, report=report) if drafter_source else None
 
+    if is_drafter(read_json(target_folder / "config.json")):
+        raise CheckpointError(
+            f"{target_folder} holds a drafter, and --model takes the model that answers. Give the target to --model."
+        )
     if drafter_folder is not None:
         # A drafter that cannot be used is refused before the target, which may take minutes to load.
         parse_draft_config(read_json(drafter_folder / "config.json"))
@@ -220,13 +225,25 @@ def _resolve(
         return spec.name, spec.target, spec.drafter if draft else None, None
     if model is None:
         raise UsageError("say what to load: a pair (--pair demo) or a model (--model TARGET --draft-model DRAFTER).")
-    target = parse_source(model)
+    target = _target_source(model)
     if not draft:
         return model, target, None, None
     if draft_model is not None:
         return model, target, parse_source(draft_model), None
-    match = pair_for_target(model)
+    try:
+        match = pair_for_target(model)
+    except UnknownTargetError as error:
+        raise UsageError(f"{error} Give one with --draft-model, or run plainly with --no-draft.") from error
     return model, target, match.pair.drafter, match.warning
+
+
+def _target_source(model: str) -> ModelSource:
+    try:
+        return parse_source(model)
+    except UsageError:
+        if any(model.lower() in (spec.name, *spec.aliases) for spec in list_pairs()):
+            raise UsageError(f"{model} is a pair of target and drafter; load it with --pair {model}.") from None
+        raise
 
 
 def _load_tokenizer(folder: Path) -> TokenizerWrapper:

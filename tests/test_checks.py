@@ -67,6 +67,18 @@ def test_features_and_drafts_must_be_finite():
         check_pair(tiny_target("llama"), drafter, dtype=mx.float32)
 
 
+@pytest.mark.parametrize(("dtype", "advised"), [(mx.float32, False), (mx.bfloat16, True)])
+def test_float32_is_only_advised_where_it_is_not_in_use(dtype, advised):
+    drafter, target = tiny_drafter(), tiny_target("llama")
+    drafter.norm.weight = drafter.norm.weight * mx.nan
+    drafter.set_dtype(dtype)
+    target.model.set_dtype(dtype)
+    with pytest.raises(PairError, match="not finite") as caught:
+        check_pair(target, drafter, dtype=dtype)
+    assert ("float32" in str(caught.value)) == advised
+    assert "fetch" in str(caught.value)
+
+
 # Of a vocabulary in which random weights are seldom right.
 MANY = 2000
 TEXT = np.random.default_rng(7).integers(4, MANY, 80).tolist()

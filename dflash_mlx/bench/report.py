@@ -10,7 +10,7 @@ from rich.text import Text
 from dflash_mlx.bench.runner import PromptResult
 from dflash_mlx.bench.summary import Summary
 
-HEADER = ("prompt", "plain tok/s", "drafted tok/s", "speedup", "accept. length", "accept. rate", "identical")
+HEADER = ("prompt", "plain tok/s", "drafted tok/s", "speedup", "acceptance length", "acceptance rate", "identical")
 
 
 def rows(results: Sequence[PromptResult], summaries: Sequence[Summary]) -> list[tuple[str, ...]]:

@@ -134,7 +134,7 @@ def _parse(raw: dict[str, Any]) -> DraftConfig:
     if "dflash_config" not in raw and "target_layer_ids" not in raw:
         raise CheckpointError(
             "this is not a DFlash drafter: its config.json has neither dflash_config nor target_layer_ids "
-            f"(model_type {raw.get('model_type')!r}). Give a drafter to --draft-model and the target to --model."
+            f"(model_type {raw.get('model_type')!r}). It may be a target; a drafter is needed in its place."
         )
     nested = raw.get("dflash_config") or {}
 

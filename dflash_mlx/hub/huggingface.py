@@ -61,7 +61,7 @@ def fetch(source: ModelSource, *, report: Report, verify: bool = False) -> Path:
     verify: compare the files that are there with their checksums first, and fetch those that are damaged again.
     """
     try:
-        with hold_lock(_lock_path(source), report):
+        with hold_lock(lock_path(source), report):
             return _fetch(source, report, verify=verify)
     except (DFlashError, AssertionError, AttributeError, ImportError, NameError, TypeError):
         raise  # ours: a clear line already, or a bug
@@ -184,7 +184,7 @@ def _check_space(source: ModelSource, missing: list[HubFile], folder: Path) -> N
         )
 
 
-def _lock_path(source: ModelSource) -> Path:
+def lock_path(source: ModelSource) -> Path:
     assert source.repo is not None
     folder = cache_home() / "locks"
     folder.mkdir(parents=True, exist_ok=True)

@@ -113,19 +113,16 @@ def list_pairs() -> list[PairSpec]:
 
 
 def find_pair(name: str) -> PairSpec:
-    """The pair called `name`, by its name or an alias (case does not matter). Raises UsageError with the known ones."""
+    """The pair called `name`, by its name or an alias (case does not matter). Raises UsageError with similar ones."""
     wanted = name.strip().lower()
     for pair in _known_pairs():
         if wanted == pair.name or wanted in pair.aliases:
             return pair
     names = {n: pair for pair in _known_pairs() for n in (*pair.aliases, pair.name, base_name(pair.base or pair.name))}
     close = [names[n] for n in difflib.get_close_matches(base_name(wanted), names, n=4, cutoff=0.6)]
-    shown = list(dict.fromkeys(close)) or _known_pairs()
-    known = ", ".join(f"{p.name} ({', '.join(p.aliases)})" if p.aliases else p.name for p in shown)
-    which = "Like it" if close else "Known pairs"
-    raise UsageError(
-        f"no pair is called {name!r}. {which}: {known}. See `dflash-mlx models`, or give --model and --draft-model."
-    )
+    similar = [f"{p.name} ({', '.join(p.aliases)})" if p.aliases else p.name for p in dict.fromkeys(close)]
+    meant = f" Did you mean {' or '.join(similar[:3])}?" if similar else ""
+    raise UsageError(f"no pair is called {name!r}.{meant} `dflash-mlx models list --all` lists the pairs.")
 
 
 def parse_source(text: str) -> ModelSource:
@@ -139,8 +136,8 @@ def parse_source(text: str) -> ModelSource:
     repo, _, revision = text.partition("@")
     if re.fullmatch(_SHAPES["repo"], repo, re.ASCII) and not path.exists():
         return ModelSource(kind="hub", repo=repo, revision=revision or None)
-    found = "is a file" if text and path.exists() else "is neither"
-    raise UsageError(f"expected a model folder or a Hub id such as mlx-community/Qwen3-4B-4bit; {text!r} {found}.")
+    found = f"{text!r} is a file" if text and path.exists() else f"there is no folder {text!r}"
+    raise UsageError(f"expected a model folder or a Hub id such as mlx-community/Qwen3-4B-4bit; {found}.")
 
 
 def cache_home() -> Path:

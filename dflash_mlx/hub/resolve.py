@@ -37,6 +37,10 @@ class Match:
     warning: str | None = None
 
 
+class UnknownTargetError(UsageError):
+    """No drafter is known for a target."""
+
+
 def pair_for_target(text: str) -> Match:
     """The pair whose drafter fits the target that a user named: a Hub id or a folder.
 
@@ -54,7 +58,7 @@ def pair_for_target(text: str) -> Match:
             unasked = f" (Whether it is a fine-tune of one cannot be found out: {error})"
         match = match_target(facts, pairs)
     if match is None:
-        raise UsageError(_unknown(facts, pairs) + unasked)
+        raise UnknownTargetError(_unknown(facts, pairs) + unasked)
     return match
 
 
@@ -185,6 +189,6 @@ def _unknown(facts: TargetFacts, pairs: list[PairSpec]) -> str:
     names = list(dict.fromkeys(pair.name for pair in close))[:6]
     like = f" Known and like it: {', '.join(names)}." if names else ""
     return (
-        f"no drafter is known for {facts.name}{build}.{like} See all with `dflash-mlx models`; or give a drafter with "
-        "--draft-model, run plainly with --no-draft, or make a drafter with `dflash-mlx train`."
+        f"no drafter is known for {facts.name}{build}.{like} `dflash-mlx models list --all` lists the known ones, and "
+        "`dflash-mlx train` makes a drafter."
     )

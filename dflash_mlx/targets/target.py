@@ -1,5 +1,6 @@
 """The target: a model of mlx-lm, used as it is, and what a drafter needs of it."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -256,7 +257,8 @@ def load_target(folder: Path, *, dtype: str) -> tuple[Target, mx.Dtype]:
     try:
         model, config = load_model(folder, lazy=True)
     except (FileNotFoundError, *WRONG_VALUES) as error:
-        raise CheckpointError(f"cannot load the model in {folder}: {error}") from error
+        what = textwrap.shorten(str(error), 300)
+        raise CheckpointError(f"cannot load the model in {folder}: {what}") from error
     wanted = resolve_dtype(dtype, model_dtype=activation_dtype(model))
     if keeps_quantized(model, wanted):
         model.set_dtype(wanted)

@@ -1,6 +1,7 @@
 """The finished drafter as a folder in the public checkpoint layout, with a model card and curves."""
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from dflash_mlx.training.trees import flat
 PUBLIC_FILES = ("config.json", "model.safetensors", "README.md", "curves.svg", "train.json")
 # What another checkpoint's config.json says about its own export.
 _NOT_KEPT = ("quantization", "quantization_config", "draft_token_ids")
+_GENERATE = 'dflash-mlx generate "Why is the sky blue?"'
 _KINDS = {"dflash": "DFlash", "dflash2": "DFlash 2"}
 
 
@@ -153,6 +155,17 @@ def write_report(
         write_text(folder / name, text)
 
 
+def _command(target: str) -> list[str]:
+    """How to try the drafter. A target that is no Hub id lies somewhere on the reader's disk."""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", target):
+        return ["DIR is the folder of this drafter:", "", f"    {_GENERATE} --model {target} --draft-model DIR"]
+    return [
+        "TARGET is the folder of the target, DIR that of this drafter:",
+        "",
+        f"    {_GENERATE} --model TARGET --draft-model DIR",
+    ]
+
+
 def model_card(facts: dict[str, Any]) -> str:
     """The README.md of a drafter, from the facts of its training (see `pipeline.collect_facts`)."""
     target, data, recipe = facts["target"], facts["data"], facts["recipe"]
@@ -171,7 +184,7 @@ def model_card(facts: dict[str, Any]) -> str:
         "It shares the target's embedding and vocabulary head and works with that target only.",
         "",
         *_dflash2_words(recipe),
-        f"    dflash-mlx generate --model {target} --draft-model DIR 'Your prompt'",
+        *_command(target),
         "",
         "## Data",
         "",

@@ -89,7 +89,8 @@ def stream_generate(
         raise PromptError(f"the prompt has {len(tokens)} tokens and this model's context holds 5000; shorten it.")
     cached = _common(session.tokens, tokens) if session else 0
     copied = [dict(m) for m in prompt] if isinstance(prompt[0], dict) else list(prompt)
-    pair.asked.append({"prompt": copied, "params": params, "session": session, "draft": draft, "cached": cached})
+    asked = {"prompt": copied, "params": params, "session": session, "draft": draft, "cached": cached}
+    pair.asked.append({**asked, "width": width, "tree": tree, "constraint": constraint})
     return _rounds(pair, tokens, params, session, draft, cached)
 
 
@@ -133,7 +134,11 @@ def _rounds(
             depth=4,
             notice="drafting paused: a test" if index == 1 else None,
             logprobs=[],
-            to_json=lambda totals=totals, found=json_acceptance: {**totals, "acceptance": found},
+            to_json=lambda totals=totals, found=json_acceptance: {
+                **totals,
+                "generation_tps": 20.0,
+                "acceptance": found,
+            },
         )
         if last:
             return

@@ -52,6 +52,8 @@ class Screen:
         elif name == "K":
             assert count == 2
             self.lines[self.row] = [" "] * self.columns
+        elif name == "C":
+            self.column = min(self.columns - 1, self.column + max(count, 1))
         elif name == "A":
             self.row = max(0, self.row - max(count, 1))
         elif name == "B":

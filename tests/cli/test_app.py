@@ -25,7 +25,9 @@ def test_help_is_quick_to_import():
     assert found.stderr.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "bench", "serve", "models", "train", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["generate", "chat", "bench", "serve", "models", "train", "doctor", "cache", "default", "pull"]
+)
 def test_every_command_has_help_with_an_example(run, command):
     code, out, err = run(command, "--help")
     assert (code, err) == (0, "")
@@ -47,6 +49,9 @@ def test_version(run):
     ("arguments", "words"),
     [
         (["nonsense"], "'nonsense'"),
+        (["generat"], "Did you mean 'generate'? See: dflash-mlx --help"),
+        (["generate", "hi", "--model", "demo"], "load it with --pair demo"),
+        (["pull", "dmeo"], "Did you mean smollm2-135m (demo)?"),
         (["generate", "hi", "--nonsense"], "--nonsense"),
         (["generate", "a", "b"], "(b)"),
         (["generate", "hi", "--dtype", "int8"], "'int8'"),

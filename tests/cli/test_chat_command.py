@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -171,6 +172,44 @@ def test_no_colour_on_a_terminal_that_does_not_want_it(person):
     someone = person("generate", "hi", "--pair", "fake", env={"NO_COLOR": ""})
     shown = someone.wait_for("tokens at")
     assert "\x1b[2m" in shown
+
+
+def test_pasted_lines_are_one_turn(person, home: Path):
+    someone = person("chat", "--pair", "fake")
+    someone.wait_for("> ")
+    someone.type("\x1b[200~first\rsecond\rthird\x1b[201~")
+    someone.wait_for("third")
+    someone.type("\r")
+    someone.wait_for("tokens at")
+    someone.wait_for("> ")
+    someone.type("\x04")
+    assert someone.leaves() == 0
+    assert read_history(home / "chat-history.jsonl") == ["first\nsecond\nthird"]
+
+
+def test_tab_completes_a_command_and_retry_answers_again(person):
+    someone = person("chat", "--pair", "fake", "--no-stats")
+    someone.wait_for("> ")
+    someone.type("first\r")
+    someone.wait_for("six")
+    someone.wait_for("> ")
+    someone.type("/ret\t")
+    someone.wait_for("/retry ")
+    someone.type("\r")
+    someone.wait_for("six")
+    someone.wait_for("> ")
+    someone.type("/und\t\r")
+    someone.wait_for("Taken back: first")
+    someone.wait_for("> ")
+    someone.type("\x04")
+    assert someone.leaves() == 0
+
+
+def test_a_file_goes_with_the_next_turn(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    first, second = (piped(text)[2] for text in ("hi\n", f"/file {tmp_path}/a.txt\nhi\n"))
+    tokens = [int(re.findall(r"prompt (\d+) tokens", text)[0]) for text in (first, second)]
+    assert tokens[1] - tokens[0] == len("\n\na.txt:\n```\nabc\n```")
 
 
 @pytest.mark.model

@@ -148,7 +148,7 @@ def test_stats_add_up(conversation):
     ask(conversation, "second")
     text = chat_commands.run("/stats", conversation)
     assert "2 answers, 12 tokens" in text
-    assert "4 rounds, 3.00 tokens a round, 50% of drafts kept" in text
+    assert "4 rounds, acceptance length 3.00, 50% of drafts kept" in text
     assert "1: 100%  2: 100%  3: 0%  4: 0%" in text
 
 
@@ -174,3 +174,90 @@ def test_the_fake_reads_like_the_real_thing():
         fake_pair.stream_generate(fake_pair.FakePair(), [1], __import__("types").SimpleNamespace(max_tokens=9))
     )
     assert set(vars(response)) - {"to_json"} == set(generation.GenerationResponse.__dataclass_fields__)
+
+
+def test_retry_answers_the_last_question_again(conversation, fake):
+    with pytest.raises(UsageError, match="no message"):
+        chat_commands.run("/retry", conversation)
+    ask(conversation, "first")
+    ask(conversation, "second")
+    wanted = chat_commands.run("/retry", conversation)
+    assert wanted == chat_commands.Retry("second")
+    with LiveText(echo=False, status=False) as live:
+        conversation.ask_again(wanted.question, live)
+    assert fake.asked[-1]["prompt"] == fake.asked[-2]["prompt"]
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * 2
+
+
+def test_a_retry_without_an_answer_keeps_the_old_one(conversation, monkeypatch):
+    ask(conversation, "first")
+    before = list(conversation.messages)
+
+    def fails(*arguments, **options):
+        raise PromptError("too long")
+
+    monkeypatch.setattr("dflash_mlx.stream_generate", fails)
+    with pytest.raises(PromptError), LiveText(echo=False, status=False) as live:
+        conversation.ask_again("first", live)
+    assert conversation.messages == before
+
+
+def test_undo_takes_the_last_turn_back_and_leaves_the_instructions(conversation):
+    chat_commands.run("/system Be brief.", conversation)
+    ask(conversation, "first")
+    ask(conversation, "second\nline")
+    assert chat_commands.run("/undo", conversation) == "Taken back: second"
+    assert [m["content"] for m in conversation.messages[:2]] == ["Be brief.", "first"]
+    chat_commands.run("/undo", conversation)
+    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
+    with pytest.raises(UsageError, match="no message to take back"):
+        chat_commands.run("/undo", conversation)
+
+
+def test_draft_can_be_switched(conversation):
+    assert "draft is on" in chat_commands.run("/draft", conversation)
+    chat_commands.run("/draft off", conversation)
+    assert conversation.draft is False
+    with pytest.raises(UsageError, match="on or off"):
+        chat_commands.run("/draft perhaps", conversation)
+
+
+def test_files_wait_for_the_next_message(conversation, tmp_path):
+    (tmp_path / "notes.txt").write_text("abc")
+    assert "notes.txt goes with your next" in chat_commands.run(f"/file {tmp_path}/notes.txt", conversation)
+    assert conversation.attached == ["notes.txt:\n```\nabc\n```"]
+    with pytest.raises(UsageError, match="1 file is attached"):
+        chat_commands.run("/file", conversation)
+    with pytest.raises(UsageError, match="cannot read"):
+        chat_commands.run(f"/file {tmp_path}/none.txt", conversation)
+    chat_commands.run("/file -", conversation)
+    assert conversation.attached == []
+
+
+def test_a_mistyped_command_is_guessed(conversation):
+    with pytest.raises(UsageError, match="Did you mean /retry"):
+        chat_commands.run("/rety", conversation)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("/re", ["/retry ", "/reset "]),
+        ("/set te", ["/set temperature "]),
+        ("/draft o", ["/draft on", "/draft off"]),
+        ("hello", []),
+        ("", []),
+        ("/nonsense x", []),
+    ],
+)
+def test_tab_completes_commands(line, found):
+    assert chat_commands.completions(line) == found
+
+
+def test_tab_completes_paths(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "nothing").mkdir()
+    assert chat_commands.completions(f"/file {tmp_path}/not") == [
+        f"/file {tmp_path}/notes.txt",
+        f"/file {tmp_path}/nothing/",
+    ]

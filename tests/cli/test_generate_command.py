@@ -9,6 +9,8 @@ import time
 import pytest
 from fake_pair import process
 
+from dflash_mlx.hub.registry import shipped_folder
+
 
 @pytest.fixture
 def stdin(monkeypatch: pytest.MonkeyPatch):
@@ -25,7 +27,7 @@ def test_text_on_stdout_and_statistics_on_stderr(run, fake):
     assert code == 0
     assert out == "one two three four five six \n"
     assert "6 tokens at 20.0 tok/s" in err
-    assert "2 rounds, 3.00 tokens a round, 50% of drafts kept" in err
+    assert "2 rounds, acceptance length 3.00, 50% of drafts kept" in err
     assert "drafting paused: a test" in err
     assert "\x1b" not in err  # no terminal, so neither colours nor cursor movements
 
@@ -161,3 +163,10 @@ def test_the_demo_pair_answers_with_and_without_drafts(monkeypatch, demo_home, r
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["text"] == plain["text"] != ""
     assert (drafted["mode"], plain["mode"], plain["acceptance"]) == ("dflash", "plain", None)
+
+
+def test_a_drafter_in_the_targets_place_is_named(run):
+    code, out, err = run("generate", "hi", "--model", str(shipped_folder("smollm2-135m-dflash")), "--no-draft")
+    assert (code, out) == (1, "")
+    assert "holds a drafter" in err
+    assert len(err) < 400

@@ -6,6 +6,7 @@ import stat
 
 import pytest
 
+from dflash_mlx.cli import line_input
 from dflash_mlx.cli.line_input import LineInput, read_history, write_history
 from dflash_mlx.hub.leftovers import write_atomically
 
@@ -62,3 +63,13 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path, monkeypatch):
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_pasted_lines_stay_together_without_readline_s_help(monkeypatch, tmp_path):
+    """libedit, which some Pythons have instead of GNU readline, gives each pasted line on its own."""
+    waiting = ["one", "two", "three"]
+    monkeypatch.setattr("builtins.input", lambda prompt="": waiting.pop(0))
+    monkeypatch.setattr(line_input, "at_keyboard", lambda: True)
+    monkeypatch.setattr(line_input, "readline", None)
+    monkeypatch.setattr(line_input, "_more_was_pasted", lambda: bool(waiting))
+    assert LineInput(tmp_path / "history").read() == "one\ntwo\nthree"

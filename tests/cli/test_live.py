@@ -1,6 +1,7 @@
 """Text and status line on one terminal, seen on a small terminal emulator."""
 
 import random
+import re
 
 import pytest
 from screen import Screen
@@ -27,8 +28,22 @@ def terminal(monkeypatch: pytest.MonkeyPatch):
 
 def plain(text: str, columns: int, rows: int) -> list[str]:
     screen = Screen(columns, rows)
-    screen.write(text)
+    screen.write("\n".join(broken(line, columns) for line in text.split("\n")))
     return screen.text()
+
+
+def broken(line: str, columns: int) -> str:
+    """A line with breaks at spaces: the rule for a text that is there as a whole."""
+    rows = [""]
+    for part in re.findall(r" |[^ ]+", line):
+        if part == " " and len(rows[-1]) == columns:
+            rows.append("")
+        elif part == " " or len(rows[-1]) + len(part) <= columns:
+            rows[-1] += part
+        else:
+            rows = rows if rows[-1] else rows[:-1]
+            rows += [part[i : i + columns] for i in range(0, len(part), columns)]
+    return "\n".join(rows)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -61,6 +76,24 @@ def test_the_status_line_is_there_while_streaming_and_gone_afterwards(terminal):
         assert screen.text() == ["Hello world", "13 tok/s"]
     assert screen.text() == ["Hello world"]
     assert (screen.row, screen.column) == (1, 0)
+
+
+def test_words_are_not_broken(terminal):
+    screen = terminal(10, 6)
+    with LiveText() as text:
+        for piece in ("The ca", "pit", "al of Fra", "nce is", " Pa", "ris."):
+            text.write(piece, "1 tok/s")
+    assert screen.text() == ["The", "capital of", "France is", "Paris."]
+    assert text.text == "The capital of France is Paris."
+
+
+def test_wide_characters_fill_their_rows(terminal):
+    sent: list[str] = []
+    terminal(10, 6)
+    with LiveText(status=False) as text:
+        for character in "日本語の文章です":
+            sent.append(text._wrapped(character))
+    assert "".join(sent) == "日本語の文章です"  # each may begin a row, so the terminal breaks them itself
 
 
 def test_a_model_cannot_steer_the_terminal(terminal):

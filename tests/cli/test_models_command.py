@@ -1,19 +1,44 @@
 """`dflash-mlx models`: the table, one pair, JSON."""
 
 import json
+import re
 
 import pytest
 
 from dflash_mlx.cli.models import describe
+from dflash_mlx.cli.models_table import table_lines
 from dflash_mlx.hub.registry import ModelSource, PairSpec, list_pairs
 
 
 def test_the_table_names_every_pair(run):
-    code, out, err = run("models")
+    code, out, err = run("models", "--all")
     assert (code, err) == (0, "")
     for pair in list_pairs():
-        assert pair.name in out
+        assert re.search(rf"^{re.escape(pair.name)} ", out, re.MULTILINE)
     assert "\x1b" not in out
+    assert "/" not in out  # ids are for wide terminals
+    assert max(map(len, out.splitlines())) < 60
+
+
+def test_without_a_filter_only_what_fits_is_shown_and_the_demo_is_first(run):
+    fitting = {pair["name"] for pair in json.loads(run("models", "list", "--fits", "--json")[1])}
+    code, out, err = run("models")
+    _, first, *_ = lines = out.splitlines()
+    assert code == 0
+    assert first.startswith("smollm2-135m (demo) ")
+    assert {line.split()[0] for line in lines[1:]} == fitting
+    assert f"{len(list_pairs()) - len(fitting)} more pairs" in err
+    assert "models list --all" in err
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_no_name_breaks_at_any_width(columns):
+    pairs = [describe(spec) for spec in list_pairs()]
+    lines = table_lines(pairs, columns=columns, show_fits=True)
+    assert len(lines) == len(pairs) + 1
+    assert all(len(line) <= columns for line in lines)
+    assert all(line.startswith(pair["name"]) for line, pair in zip(lines[1:], pairs, strict=True))
+    assert (columns == 200) == all(pair["drafter"] in line for line, pair in zip(lines[1:], pairs, strict=True))
 
 
 def test_json_says_what_the_registry_says(run):
@@ -43,7 +68,7 @@ def test_a_filter_and_flags_narrow_the_list(run):
     assert json.loads(run("models", "demo", "--downloaded", "--json")[1]) == []
     code, out, err = run("models", "no-such-thing")
     assert (code, err) == (0, "")
-    assert "lists all" in out
+    assert "models list --all" in out
 
 
 def test_show_by_a_target(run):
@@ -53,7 +78,7 @@ def test_show_by_a_target(run):
     assert pair["memory"]["estimated"] is True
     text = run("models", "show", "minimax-m2.7")[1]
     assert "gated" in text
-    assert "no: listed" in text
+    assert "no: it is listed" in text
 
 
 def test_unknown_sizes_are_said_to_be_unknown(run, monkeypatch):
@@ -61,7 +86,7 @@ def test_unknown_sizes_are_said_to_be_unknown(run, monkeypatch):
     spec = PairSpec(name="x", title="X", target=hub, drafter=hub, block_size=16, thinking="none", verified="listed")
     monkeypatch.setattr("dflash_mlx.hub.registry.list_pairs", lambda: [spec])
     assert describe(spec)["fits_memory"] is None
-    assert "unknown" in run("models")[1]
+    assert "unknown" in run("models", "--all")[1]
 
 
 @pytest.fixture
@@ -83,3 +108,15 @@ def test_a_fine_tune_is_announced(run, fake):
     code, out, err = run("models", "check", "demo", "--json")
     assert (code, "fine-tune" in out) == (0, False)
     assert "me/Poet is taken for a fine-tune" in err
+
+
+def test_hints_name_only_what_the_command_has(run, monkeypatch, tmp_path):
+    config = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28}
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    code, _, shown = run("models", "show", str(folder))
+    assert (code, "--draft-model" in shown) == (2, False)
+    code, _, asked = run("generate", "hi", "--model", str(folder))
+    assert (code, "--draft-model" in asked) == (2, True)

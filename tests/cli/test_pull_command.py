@@ -14,6 +14,9 @@ import fake_hub
 import pytest
 from fake_hub import FakeHub
 
+from dflash_mlx.cli.pull import _mention_drafter
+from dflash_mlx.hub.registry import ModelSource
+
 CONFIG = b'{"model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36}'
 # A safetensors file with one tensor of 40,000 bytes.
 HEADER = json.dumps({"w": {"dtype": "U8", "shape": [40_000], "data_offsets": [0, 40_000]}}).encode()
@@ -86,7 +89,12 @@ def test_stopped_by_the_user_and_run_again(hub: FakeHub, tmp_path: Path) -> None
     ("arguments", "code", "reason"),
     [
         (["no/such"], 1, "no public model no/such"),
-        (["nonsense"], 2, "no pair is called 'nonsense'"),
+        (
+            ["nonsense"],
+            2,
+            "no pair is called 'nonsense'. `dflash-mlx models list --all` lists the pairs. A single model",
+        ),
+        (["."], 2, "is a folder on this disk already"),
         ([TARGET, "--revision", "v9"], 1, "no revision 'v9'"),
         ([f"{TARGET}@v1", "--revision", "v1"], 2, "names a revision"),
         (["qwen3-4b", "--revision", "v1"], 2, "--revision is for one model"),
@@ -131,3 +139,12 @@ def test_a_disk_that_is_really_full(hub: FakeHub, tmp_path: Path) -> None:
         assert "Traceback" not in err
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_the_hint_after_a_target_can_be_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = ModelSource(kind="hub", repo="HuggingFaceTB/SmolLM2-135M-Instruct")
+    _mention_drafter(str(source), [("model", source)])
+    hint = capsys.readouterr().err
+    assert "comes with dflash-mlx" in hint
+    assert "pull" not in hint  # its drafter is in the package, so there is nothing to pull
+    assert "--model HuggingFaceTB/SmolLM2-135M-Instruct" in hint

@@ -35,7 +35,8 @@ def test_a_drafter_of_a_pair_with_card_and_json(run, tmp_path):
     ("arguments", "reason"),
     [
         (["demo", "--bits", "7"], "bits is 7"),
-        (["nonsense"], "no pair is called"),
+        (["nonsense"], "there is no folder 'nonsense' here, and no pair is called"),
+        (["./nonsense"], "there is no folder './nonsense'"),
         (["a/b", "--part", "drafter"], "--part is for pairs"),
         (["demo", "--mode", "q4"], "mode is 'q4'"),
     ],

@@ -57,10 +57,14 @@ def test_the_demo_pair_is_known_by_name_and_alias() -> None:
     assert is_ready(pair.drafter)
 
 
-def test_an_unknown_pair_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"'nope'.*smollm2-135m \(demo\)"):
+def test_an_unknown_pair_has_a_short_hint() -> None:
+    with pytest.raises(
+        UsageError, match=r"^no pair is called 'nope'\. `dflash-mlx models list --all` lists the pairs\.$"
+    ):
         find_pair("nope")
-    with pytest.raises(UsageError, match=r"Like it: qwen3-8b") as caught:
+    with pytest.raises(UsageError, match=r"Did you mean smollm2-135m \(demo\)\?"):
+        find_pair("dmeo")
+    with pytest.raises(UsageError, match=r"Did you mean qwen3-8b ") as caught:
         find_pair("Qwen3-8B-4bit")
     assert "kimi" not in str(caught.value)
 

@@ -94,7 +94,7 @@ def test_an_unknown_folder_says_what_it_is_and_what_is_like_it(tmp_path: Path) -
     config = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    with pytest.raises(UsageError, match=r"\(qwen3, 28 layers, hidden size 1024\).*qwen3-4b.*--draft-model"):
+    with pytest.raises(UsageError, match=r"\(qwen3, 28 layers, hidden size 1024\).*qwen3-4b.*dflash-mlx train"):
         pair_for_target(str(tmp_path))
 
 

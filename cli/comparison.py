@@ -1,0 +1,100 @@
+"""`dflash-mlx generate --compare`: one prompt, decoded plainly and with drafting."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from dflash_mlx.cli.output import note, styled
+from dflash_mlx.cli.streaming import answer
+
+if TYPE_CHECKING:
+    from dflash_mlx.decoding.constraint import Constraint
+    from dflash_mlx.pair import ModelPair
+    from dflash_mlx.sampling import SamplingParams
+
+_WARM_UP_TOKENS = 8
+_MODES = {"plain": "plain decoding", "drafted": "with drafting"}
+
+
+def run_comparison(
+    pair: "ModelPair",
+    prompt: Any,
+    params: "SamplingParams",
+    *,
+    width: int | None,
+    tree: bool,
+    constraint: "Constraint | None",
+    as_json: bool,
+) -> None:
+    """Answer plainly, then with drafting; print both answers and what the difference is.
+
+    A few tokens in each mode come first and do not count: they warm the machine up.
+    """
+    if params.temperature > 0 and params.seed is None:
+        params = replace(params, seed=0)
+        note("at a temperature above 0 answers can only be compared with a seed: using --seed 0")
+    results: dict[str, dict[str, Any]] = {}
+    short = replace(params, max_tokens=min(_WARM_UP_TOKENS, params.max_tokens))
+    for wanted, echo in ((short, False), (params, not as_json)):
+        for mode, label in _MODES.items():
+            if echo:
+                print(styled(f"{label}:", "bold", sys.stdout), flush=True)
+            drafted = mode == "drafted"
+            _, results[mode] = answer(
+                pair,
+                prompt,
+                wanted,
+                draft=drafted,
+                echo=echo,
+                width=width if drafted else None,
+                tree=tree and drafted,
+                constraint=constraint,
+            )
+            if echo:
+                print(flush=True)
+    found = comparison(results["plain"], results["drafted"])
+    if as_json:
+        print(json.dumps({**results, **found}, ensure_ascii=False))
+    else:
+        print("\n".join(verdict(results["plain"], results["drafted"])))
+
+
+def comparison(plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]:
+    """How many times as fast drafting was, and the first token (from 1) at which the answers differ."""
+    speeds = plain["generation_tps"], drafted["generation_tps"]
+    difference = first_difference(plain["token_ids"], drafted["token_ids"])
+    return {
+        "speedup": round(speeds[1] / speeds[0], 3) if all(speeds) else None,
+        "same_tokens": difference is None,
+        "first_difference": difference,
+    }
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The place, counted from 1, of the first token that is not the same; None where there is none."""
+    return next((place for place, (x, y) in enumerate(zip_longest(a, b), start=1) if x != y), None)
+
+
+def verdict(plain: dict[str, Any], drafted: dict[str, Any]) -> list[str]:
+    """The comparison in lines for people."""
+    found = comparison(plain, drafted)
+    lines = [
+        f"{label + ':':<16}{result['generation_tps']:.1f} tok/s"
+        for label, result in zip(_MODES.values(), (plain, drafted), strict=True)
+    ]
+    if found["speedup"] is not None:
+        lines[1] += f", {found['speedup']:.2f} times as fast"
+    acceptance = drafted["acceptance"]
+    if acceptance is not None and acceptance["rounds"]:
+        lines[1] += f", acceptance length {acceptance['mean_acceptance_length']:.2f}"
+    if found["same_tokens"]:
+        lines.append(f"the words are the same: all {len(plain['token_ids'])} tokens are identical")
+    else:
+        lines.append(
+            f"the words differ from token {found['first_difference']} on; "
+            "`dflash-mlx parity` says whether that is rounding"
+        )
+    return lines

@@ -1,0 +1,48 @@
+"""One answer on the terminal or in a pipe, as it comes."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dflash_mlx.cli.live import LiveText, quiet_keyboard
+from dflash_mlx.cli.output import READING, live_line, note
+
+if TYPE_CHECKING:
+    from dflash_mlx.decoding.constraint import Constraint
+    from dflash_mlx.generation import GenerationResponse
+    from dflash_mlx.pair import ModelPair
+    from dflash_mlx.sampling import SamplingParams
+
+
+def answer(
+    pair: "ModelPair",
+    prompt: Any,
+    params: "SamplingParams",
+    *,
+    draft: bool,
+    echo: bool,
+    width: int | None = None,
+    tree: bool = False,
+    constraint: "Constraint | None" = None,
+) -> tuple["GenerationResponse", dict[str, Any]]:
+    """Stream an answer; returns the last response, and the whole answer as the object that --json prints."""
+    from dflash_mlx import stream_generate
+
+    token_ids: list[int] = []
+    notices: list[str] = []
+    last = None
+    with quiet_keyboard(), LiveText(echo=echo) as live:
+        live.write("", READING)
+        for response in stream_generate(
+            pair, prompt, params, draft=draft, width=width, tree=tree, constraint=constraint
+        ):
+            token_ids += response.token_ids
+            live.write(response.text, live_line(response))
+            if response.notice:
+                notices.append(response.notice)
+            last = response
+    if echo and not sys.stdout.isatty() and not live.text.endswith("\n"):
+        print(flush=True)
+    for notice in notices:
+        note(notice, style="yellow")
+    assert last is not None
+    return last, {**last.to_json(), "text": live.text, "token_ids": token_ids}
