@@ -14,6 +14,7 @@ from dflash_mlx.decoding.lane import FinishReason, Lane, Step
 from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.decoding.stats import Acceptance
+from dflash_mlx.detokenizing import new_detokenizer
 from dflash_mlx.errors import PromptError, UsageError
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.policy.width import FixedWidth
@@ -69,6 +70,7 @@ class GenerationResponse:
 class Answer:
     """An answer to a prompt (token ids): `open` it, `read` the prompt, `begin` its lane, `add` each of its steps.
 
+    continues: the answer goes on in the prompt's text, so that a space at its beginning is shown.
     on_prompt_read gets the session once its prompt was read, all but the last token, unless nothing was left to read.
     Raises PromptError and UsageError for what cannot be done.
     """
@@ -84,6 +86,7 @@ class Answer:
         width: int | None = None,
         tree: bool = False,
         constraint: Constraint | None = None,
+        continues: bool = False,
         on_prompt_read: Callable[[Session], None] | None = None,
     ) -> None:
         self.on_prompt_read = on_prompt_read
@@ -107,7 +110,7 @@ class Answer:
         self.held = ""
         self.started = time.perf_counter()
         self.first_token_at: float | None = None
-        self.detokenizer = pair.tokenizer.detokenizer
+        self.detokenizer = new_detokenizer(pair.tokenizer, continues=continues)
 
     def open(self) -> None:
         """Let the session hold no more than a beginning of the prompt."""

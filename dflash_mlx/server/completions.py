@@ -14,7 +14,7 @@ from dflash_mlx.server.chat import WITHOUT_EFFECT, read_response_format, read_st
 from dflash_mlx.server.chat_reply import usage
 from dflash_mlx.server.failures import RequestError, failure
 from dflash_mlx.server.fields import Fields
-from dflash_mlx.server.logprobs import completion_logprobs
+from dflash_mlx.server.logprobs import Offsets, completion_logprobs
 from dflash_mlx.server.parameters import MAX_ANSWERS, MAX_TOKENS, answers_wanted, sampling, stop_strings, wants_draft
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.streaming import EventStream, event, unless_gone
@@ -63,7 +63,7 @@ def read_request(service: Service, fields: Fields) -> CompletionRequest:
     asked = CompletionRequest(
         model=model,
         prompts=prompts,
-        order=Order(prompts=[], params=params, n=n, draft=wants_draft(fields)),
+        order=Order(prompts=[], params=params, n=n, draft=wants_draft(fields), continues=True),
         wants_json=wants_json,
         schema=schema,
         stream=stream,
@@ -110,7 +110,7 @@ class _Reply:
             "model": asked.model,
         }
         self.with_logprobs = asked.order.params.top_logprobs is not None
-        self.offsets = [0] * len(answers.all)
+        self.offsets = [Offsets() for _ in answers.all]
 
     async def whole(self) -> dict[str, Any]:
         texts = [""] * len(self.answers.all)
@@ -157,9 +157,7 @@ class _Reply:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not piece.logprobs:
             return None
-        found = completion_logprobs(piece.logprobs, self.service.vocabulary, self.offsets[piece.index])
-        self.offsets[piece.index] = found["text_offset"][-1] + len(found["tokens"][-1])
-        return found
+        return completion_logprobs(piece.logprobs, self.service.vocabulary, self.offsets[piece.index])
 
 
 def _text(piece: Piece) -> str:

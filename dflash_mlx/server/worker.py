@@ -296,6 +296,7 @@ class Worker:
             draft=draft,
             width=self.width,
             constraint=job.constraint,
+            continues=job.continues,
             on_prompt_read=lambda session: self._keep_snapshot(job.owner, session),
         )
         assert self._answering is not None

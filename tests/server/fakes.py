@@ -32,13 +32,18 @@ class Characters:
     """A detokenizer of one character a token."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self.text, self._given = "", 0
 
     def add_token(self, token: int) -> None:
         self.text += chr(token)
 
     def finalize(self) -> None:
         pass
+
+    @property
+    def last_segment(self) -> str:
+        segment, self._given = self.text[self._given :], len(self.text)
+        return segment
 
 
 @dataclass
@@ -59,7 +64,7 @@ class FakeTokenizer:
     def detokenizer(self) -> Characters:
         return Characters()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
 
     def decode(self, tokens: list[int]) -> str:
