@@ -60,7 +60,7 @@ class Answer:
 
     order: Order
     vocabulary: Vocabulary
-    eos_ids: set[int]
+    eos_ids: set[int]  # tokens that have no text: those that end the answer, too
     splitter: Splitter
     ticket: Ticket
     calls: int = 0
@@ -130,7 +130,8 @@ class Answer:
         stops = self.order.params.stop
         if response.finish_reason != "stop" or not stops or self.token_ids[-1] in self.eos_ids:
             return None
-        whole = decoded(self.vocabulary.tokenizer, self.token_ids, continues=self.order.continues)
+        texts = [token for token in self.token_ids if token not in self.eos_ids]
+        whole = decoded(self.vocabulary.tokenizer, texts, continues=self.order.continues)
         rest = whole[len(self.text) :]
         return next((stop for stop in stops if rest.startswith(stop)), stops[0])
 
@@ -234,7 +235,7 @@ def submit(
                 )
                 ticket = worker.submit(job)
                 splitter = Splitter(order.transitions, order.state)
-                answers.all.append(Answer(order, vocabulary, eos_ids, splitter, ticket))
+                answers.all.append(Answer(order, vocabulary, eos_ids | order.params.ends(eos_ids), splitter, ticket))
     except BaseException:
         answers.close()
         raise

@@ -45,10 +45,12 @@ def create_app(service: Service, policy: Policy, *, access_log: Log | None = Non
     def route(path: str, method: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
-                return await handler(service, request)
+                response = await handler(service, request)
             except Exception as error:
                 service.report(error)
-                return _refusal(failure(error), request)
+                response = _refusal(failure(error), request)
+            service.add_ignored(response, request)
+            return response
 
         return Route(path, endpoint, methods=[method])
 

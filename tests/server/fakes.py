@@ -83,6 +83,7 @@ class FakeTokenizer:
         **variables: Any,
     ) -> list[int]:
         self.rendered.append({"messages": messages, "tools": tools, **variables, "continue": continue_final_message})
+        self.rendered[-1]["opened"] = add_generation_prompt
         if any(message["content"] == "refuse me" for message in messages):
             raise ValueError("roles must alternate")
         text = "".join(f"[{m['role']}]{m['content']}{json.dumps(m.get('tool_calls', ''))}\n" for m in messages)
