@@ -15,7 +15,7 @@ from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.decoding.stats import Acceptance
 from dflash_mlx.detokenizing import new_detokenizer
-from dflash_mlx.errors import PromptError, UsageError
+from dflash_mlx.errors import ContextError, PromptError, UsageError
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
@@ -237,10 +237,7 @@ def fitting_max_tokens(pair: ModelPair, prompt_tokens: int, wanted: int) -> int:
         raise PromptError("the prompt is empty; give at least one token of text.")
     limit = pair.context_length
     if limit is not None and prompt_tokens >= limit:
-        raise PromptError(
-            f"the prompt has {prompt_tokens} tokens and this model's context holds {limit}; "
-            "shorten the prompt so that room is left for an answer."
-        )
+        raise ContextError(prompt_tokens, limit)
     return wanted if limit is None else min(wanted, limit - prompt_tokens)
 
 

@@ -118,7 +118,7 @@ class Answer:
     def _close_tool(self, *, ended: str) -> list[Said | ToolCall]:
         """The calls in a finished tool text; text that is no call is shown as the model wrote it."""
         text, self.tool_text = self.tool_text, ""
-        calls = parse_calls(text, self.order.offer.tools, self.vocabulary.tokenizer)
+        calls = parse_calls(text, self.order.offer, self.vocabulary.tokenizer)
         if calls is None:
             return [Said(CONTENT, f"{self.vocabulary.tokenizer.tool_call_start}{text}{ended}")]
         kept = calls if self.order.offer.parallel else calls[: max(0, 1 - self.calls)]

@@ -4,11 +4,13 @@ import asyncio
 import json
 import math
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -56,6 +58,7 @@ def create_app(service: Service, policy: Policy, *, access_log: Log | None = Non
 
     return Starlette(
         routes=[
+            route("/", "GET", root),
             route("/health", "GET", health),
             route("/metrics", "GET", metrics),
             route("/v1/models", "GET", models),
@@ -70,6 +73,11 @@ def create_app(service: Service, policy: Policy, *, access_log: Log | None = Non
         exception_handlers={HTTPException: _no_route},
         lifespan=lifespan,
     )
+
+
+async def root(service: Service, request: Request) -> Response:
+    """That there is a server: some clients ask for this first, with HEAD."""
+    return PlainTextResponse("dflash-mlx is running\n")
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -126,11 +134,14 @@ class _Observer:
             await self.app(scope, receive, send)
             return
         started, status = time.monotonic(), 0
+        request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
 
         async def sender(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                # By OpenAI's name, and by Anthropic's.
+                MutableHeaders(scope=message).update({"x-request-id": request_id, "request-id": request_id})
             await send(message)
 
         try:
@@ -146,8 +157,15 @@ class _Observer:
                 self.access_log(f"{client} {scope['method']} {path} {status} {math.ceil(seconds * 1000)} ms")
 
 
+def _request_id(wanted: str) -> str:
+    """The client's own name for its request, where it can stand in a header, or a new one."""
+    usable = 0 < len(wanted) <= 128 and all("!" <= c <= "~" for c in wanted)
+    return wanted if usable else f"req_{uuid.uuid4().hex}"
+
+
 _PATHS = frozenset(
     {
+        "/",
         "/health",
         "/metrics",
         "/v1/models",

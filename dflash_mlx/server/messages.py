@@ -60,7 +60,7 @@ def read_request(service: Service, fields: Fields, *, counting: bool = False) ->
         fields, service.defaults, max_tokens=max_tokens or 1, vocab_size=service.vocab_size, top_temperature=1.0
     )
     params = replace(params, stop=stop_strings(fields, "stop_sequences"))
-    offered = _read_tools(fields, service.pair.tokenizer)
+    offered = replace(_read_tools(fields, service.pair.tokenizer), id_prefix="toolu_")
     wants_json, schema, effort = _read_output_config(fields.object("output_config"))
     if wants_json and offered.tools:
         raise RequestError("output_config.format and tools cannot be used together.", param="output_config")

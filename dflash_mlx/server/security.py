@@ -111,7 +111,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not self.policy.allows_host(host):
+        if not self.policy.allows_host(host) and not _is_old_and_local(scope, headers):
             name = (host_name(host) or "NAME")[:80]
             text = f"this server is not called {name!r}; start it with --allowed-host {name}."
             await refuse(403, text, scope)(scope, receive, send)
@@ -133,6 +133,13 @@ class Guard:
                 return
             scope["dflash.owner"] = owner
         await self.app(scope, receive, _with_headers(send, cors))
+
+
+def _is_old_and_local(scope: Scope, headers: Headers) -> bool:
+    """Whether a request has no Host because HTTP/1.0 needs none, and comes from this machine; no browser's does."""
+    client = (scope.get("client") or ("",))[0]
+    bare = scope["http_version"] == "1.0" and "host" not in headers and "origin" not in headers
+    return bare and _is_address(client) and ipaddress.ip_address(client).is_loopback
 
 
 def refuse(status: int, message: str, scope: Scope) -> JSONResponse:

@@ -15,7 +15,7 @@ from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.stats import Acceptance
-from dflash_mlx.errors import PromptError
+from dflash_mlx.errors import ContextError, PromptError
 from dflash_mlx.generation import GenerationResponse
 from dflash_mlx.server.app import create_app
 from dflash_mlx.server.run import address_of, make_server, open_socket
@@ -129,7 +129,7 @@ class FakeWorker:
         if not job.prompt:
             raise PromptError("the prompt is empty; give at least one token of text.")
         if len(job.prompt) >= CONTEXT:
-            raise PromptError(f"the prompt has {len(job.prompt)} tokens and this model's context holds {CONTEXT}.")
+            raise ContextError(len(job.prompt), CONTEXT)
         if self.running >= self.room:
             raise QueueFullError(self.running, 7)
         self.jobs.append(job)

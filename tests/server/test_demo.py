@@ -111,7 +111,7 @@ def test_errors(client):
     for options in ({"n": 99}, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="demo", messages=ASK, **options)
-    with pytest.raises(openai.BadRequestError, match="context holds"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
         client.completions.create(model="demo", prompt=[5] * 100_000)
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     with pytest.raises(openai.BadRequestError, match="schema"):
