@@ -26,6 +26,7 @@ from dflash_mlx.server.messages import count_tokens, messages
 from dflash_mlx.server.responses import responses
 from dflash_mlx.server.security import Guard, Policy, error_body
 from dflash_mlx.server.service import Service
+from dflash_mlx.server.tokens import detokenize, tokenize
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 Log = Callable[[str], None]
@@ -68,6 +69,8 @@ def create_app(service: Service, policy: Policy, *, access_log: Log | None = Non
             route("/v1/messages", "POST", messages),
             route("/v1/messages/count_tokens", "POST", count_tokens),
             route("/v1/responses", "POST", responses),
+            route("/tokenize", "POST", tokenize),
+            route("/detokenize", "POST", detokenize),
         ],
         middleware=[Middleware(_Observer, service=service, access_log=access_log), Middleware(Guard, policy=policy)],
         exception_handlers={HTTPException: _no_route},
@@ -174,5 +177,7 @@ _PATHS = frozenset(
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/responses",
+        "/tokenize",
+        "/detokenize",
     }
 )

@@ -130,6 +130,9 @@ BODIES = [
     ("/v1/messages", SHORT),
     ("/v1/messages/count_tokens", MESSAGE),
     ("/v1/responses", RESPONSE),
+    ("/tokenize", {"content": "abc", "with_pieces": True}),
+    ("/tokenize", {"messages": SHORT["messages"], "return_token_strs": True}),
+    ("/detokenize", {"tokens": [1, 2, 3]}),
     ("/v1/responses", {"input": "hi", "max_output_tokens": 3}),
 ]
 WORDS = st.sampled_from(
