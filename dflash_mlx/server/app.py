@@ -23,6 +23,7 @@ from dflash_mlx.server.completions import completions
 from dflash_mlx.server.failures import Failure, failure
 from dflash_mlx.server.health import health_report, metrics_text
 from dflash_mlx.server.messages import count_tokens, messages
+from dflash_mlx.server.ollama import ollama_chat, ollama_generate, show, tags, version
 from dflash_mlx.server.responses import responses
 from dflash_mlx.server.security import Guard, Policy, error_body
 from dflash_mlx.server.service import Service
@@ -69,6 +70,11 @@ def create_app(service: Service, policy: Policy, *, access_log: Log | None = Non
             route("/v1/messages", "POST", messages),
             route("/v1/messages/count_tokens", "POST", count_tokens),
             route("/v1/responses", "POST", responses),
+            route("/api/chat", "POST", ollama_chat),
+            route("/api/generate", "POST", ollama_generate),
+            route("/api/tags", "GET", tags),
+            route("/api/show", "POST", show),
+            route("/api/version", "GET", version),
             route("/tokenize", "POST", tokenize),
             route("/detokenize", "POST", detokenize),
         ],
@@ -177,6 +183,11 @@ _PATHS = frozenset(
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/responses",
+        "/api/chat",
+        "/api/generate",
+        "/api/tags",
+        "/api/show",
+        "/api/version",
         "/tokenize",
         "/detokenize",
     }

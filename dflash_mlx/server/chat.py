@@ -84,7 +84,7 @@ def read_request(service: Service, fields: Fields) -> ChatRequest:
         max_tokens=limit or older or most,
         vocab_size=service.vocab_size,
     )
-    offered = _read_tools(fields, tokenizer)
+    offered = read_tools(fields, tokenizer)
     stops = stop_strings(fields, "stop")
     params = replace(params, stop=stops, top_logprobs=read_top_logprobs(fields))
     wants_json, schema = read_format(fields)
@@ -131,7 +131,8 @@ def read_stream_options(fields: Fields) -> tuple[bool, bool]:
     return stream, include_usage
 
 
-def _read_tools(fields: Fields, tokenizer: Any) -> Offer:
+def read_tools(fields: Fields, tokenizer: Any) -> Offer:
+    """`tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError."""
     tools = []
     for tool in fields.objects("tools"):
         tool.choice("type", ("function",), "function")

@@ -61,6 +61,9 @@ class Failure:
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.anthropic_message or self.message}}
 
+    def ollama(self) -> dict[str, Any]:
+        return {"error": self.message}
+
 
 def failure(error: BaseException) -> Failure:
     """What to tell a client about an exception."""

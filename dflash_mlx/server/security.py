@@ -151,6 +151,8 @@ def refuse(status: int, message: str, scope: Scope) -> JSONResponse:
 
 def error_body(found: Failure, path: str) -> dict[str, Any]:
     """A failure in the shape of the protocol that `path` belongs to."""
+    if path.startswith("/api/"):
+        return found.ollama()
     return found.anthropic() if path.startswith("/v1/messages") else found.openai()
 
 

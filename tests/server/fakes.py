@@ -97,6 +97,7 @@ class FakePair:
     name: str = "fake"
     target: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=0x110000))
     eos_ids: frozenset[int] = frozenset({EOS})
+    context_length: int = CONTEXT
 
     def encode_prompt(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
