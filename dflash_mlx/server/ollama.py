@@ -26,6 +26,8 @@ OLLAMA_VERSION = "0.12.0"
 async def ollama_chat(service: Service, request: Request) -> Response:
     """Answer a conversation, streaming unless told otherwise. Raises what the edge translates."""
     fields = await service.read_fields(request)
+    if fields.items("messages") == []:
+        return _loaded(service, fields, {"message": {"role": "assistant", "content": ""}})
     asked = _read_request(service, fields, _conversation(fields))
     return await _answer(service, request, asked, await prepare(service, asked), text_field=None)
 
@@ -35,7 +37,7 @@ async def ollama_generate(service: Service, request: Request) -> Response:
     fields = await service.read_fields(request)
     prompt, system = fields.text("prompt") or "", fields.text("system")
     if not prompt:
-        raise fields.wrong("prompt", "a text that is not empty")
+        return _loaded(service, fields, {"response": ""})
     for name in ("suffix", "template"):
         fields.refuse(name, "this server makes prompts by the model's own chat template.", unless=("",))
     fields.refuse("context", "send the conversation to /api/chat.", unless=([],))
@@ -78,6 +80,13 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(service.created))
     details = {"format": "mlx", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
     return {"name": name, "model": name, "modified_at": made, "size": 0, "digest": "", "details": details}
+
+
+def _loaded(service: Service, fields: Fields, nothing: dict[str, Any]) -> Response:
+    """What a request without words gets: clients send it to have the model loaded, and here it always is."""
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    head = {"model": _check_model(service, fields.text("model")), "created_at": made}
+    return JSONResponse({**head, **nothing, "done": True, "done_reason": "load"})
 
 
 def _check_model(service: Service, name: str | None) -> str:

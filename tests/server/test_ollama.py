@@ -133,14 +133,16 @@ def test_models():
     [
         ("/api/chat", {"messages": ASK, "model": "other"}, 404),
         ("/api/show", {"model": "other"}, 404),
-        ("/api/chat", {"messages": []}, 400),
+        ("/api/chat", {"messages": 3}, 400),
+        ("/api/chat", {}, 400),
+        ("/api/chat", {"messages": [], "model": "other"}, 404),
         ("/api/chat", {"messages": [{"role": "king", "content": "x"}]}, 400),
         ("/api/chat", {"messages": [{**ASK[0], "images": ["x"]}]}, 400),
         ("/api/chat", {"messages": ASK, "options": {"num_predict": 0}}, 400),
         ("/api/chat", {"messages": ASK, "options": {"mirostat": 2}}, 400),
         ("/api/chat", {"messages": ASK, "format": "xml"}, 400),
         ("/api/chat", {"messages": ASK, "tools": [WEATHER]}, 400),
-        ("/api/generate", {"prompt": ""}, 400),
+        ("/api/generate", {"prompt": 3}, 400),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400),
         ("/api/generate", {"prompt": "x", "context": [1]}, 400),
         ("/api/generate", {"prompt": "x" * 20_000, "raw": True}, 400),
@@ -159,6 +161,14 @@ def test_a_failure_while_streaming(capfd):
         assert "failed" in json.loads(last)["error"]
         assert "secret" not in last
     capfd.readouterr()
+
+
+def test_a_request_without_words_finds_the_model_loaded():
+    with running() as server:
+        for path, body in (("/api/chat", {"messages": []}), ("/api/generate", {"prompt": ""}), ("/api/generate", {})):
+            found = post(server, path, **body).json()
+            assert (found["done"], found["done_reason"]) == (True, "load")
+        assert server.worker.jobs == []
 
 
 @pytest.mark.parametrize("path", ["tags", "version"])
