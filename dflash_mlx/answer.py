@@ -8,13 +8,19 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from dflash_mlx.decoding.accept import choose_strategy
+<<<<<<< HEAD
 from dflash_mlx.decoding.constraint import Constraint
 from dflash_mlx.decoding.decode import prefill_chunks
+=======
+from dflash_mlx.decoding.constraint import AtLeast, Constraint, Guide
+from dflash_mlx.decoding.engine import prefill_chunks
+>>>>>>> clients
 from dflash_mlx.decoding.lane import FinishReason, Lane, Step
 from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.decoding.stats import Acceptance
-from dflash_mlx.errors import PromptError, UsageError
+from dflash_mlx.detokenizing import new_detokenizer
+from dflash_mlx.errors import ContextError, PromptError, UsageError
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
@@ -69,6 +75,7 @@ class GenerationResponse:
 class Answer:
     """An answer to a prompt (token ids): `open` it, `read` the prompt, `begin` its lane, `add` each of its steps.
 
+    continues: the answer goes on in the prompt's text, so that a space at its beginning is shown.
     on_prompt_read gets the session once its prompt was read, all but the last token, unless nothing was left to read.
     Raises PromptError and UsageError for what cannot be done.
     """
@@ -84,9 +91,11 @@ class Answer:
         width: int | None = None,
         tree: bool = False,
         constraint: Constraint | None = None,
+        continues: bool = False,
         on_prompt_read: Callable[[Session], None] | None = None,
     ) -> None:
         self.on_prompt_read = on_prompt_read
+        require_possible(pair, params, constraint)
         self.max_tokens = fitting_max_tokens(pair, len(prompt), params.max_tokens)
         if session is None:
             session = pair.new_session(draft=draft)
@@ -102,12 +111,13 @@ class Answer:
         )
         self.acceptance = Acceptance()
         self.tokens = self.cached_tokens = 0
+        self.ends = params.ends(pair.eos_ids)
         self.lane: Lane | None = None
         # Text that may be the beginning of a stop string and is not shown yet.
         self.held = ""
         self.started = time.perf_counter()
         self.first_token_at: float | None = None
-        self.detokenizer = pair.tokenizer.detokenizer
+        self.detokenizer = new_detokenizer(pair.tokenizer, continues=continues)
 
     def open(self) -> None:
         """Let the session hold no more than a beginning of the prompt."""
@@ -134,12 +144,19 @@ class Answer:
             strategy=choose_strategy(self.params),
             policy=self.policy,
             max_tokens=self.max_tokens,
-            eos_ids=self.pair.eos_ids,
+            eos_ids=self.ends,
             processors=self.params.logits_processors(),
-            guide=self.constraint.start() if self.constraint is not None else None,
+            guide=self._guide(),
             top_logprobs=self.params.top_logprobs,
         )
         return self.lane
+
+    def _guide(self) -> Guide | None:
+        if self.constraint is not None:
+            return self.constraint.start()
+        if self.params.min_tokens > 0 and self.ends:
+            return AtLeast(self.params.min_tokens, self.ends, self.pair.vocab_size)
+        return None
 
     def finish(self) -> None:
         """Let later answers begin with what this one has learnt."""
@@ -156,12 +173,13 @@ class Answer:
         text = ""
         for token in step.tokens:
             taken.append(token)
-            if token not in self.pair.eos_ids:
+            if token not in self.ends and token not in self.pair.eos_ids:
                 self.detokenizer.add_token(token)
             last = finish is not None and len(taken) == len(step.tokens)
             if last:
                 self.detokenizer.finalize()
-            piece, stopped = hold_back(self.held + self.detokenizer.last_segment, self.params.stop)
+            stops = self.params.stop if self.tokens + len(taken) > self.params.min_tokens else ()
+            piece, stopped = hold_back(self.held + self.detokenizer.last_segment, stops)
             shown, self.held = piece
             text += shown
             if stopped:
@@ -206,16 +224,25 @@ class Answer:
         )
 
 
+def require_possible(pair: ModelPair, params: SamplingParams, constraint: Constraint | None) -> None:
+    """Raises UsageError for parameters that this model or a constraint cannot follow."""
+    size = pair.target.vocab_size
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        wrong = next((token for token in ids if not 0 <= token < size), None)
+        if wrong is not None:
+            raise UsageError(f"{name} should name token ids from 0 to {size - 1}; got {wrong}.")
+    if constraint is not None and (params.ignore_eos or params.min_tokens):
+        name = "ignore_eos" if params.ignore_eos else "min_tokens"
+        raise UsageError(f"{name} and a required format cannot be used together: the format says where the text ends.")
+
+
 def fitting_max_tokens(pair: ModelPair, prompt_tokens: int, wanted: int) -> int:
     """How many of the `wanted` tokens the context has room for. Raises PromptError when there is room for none."""
     if prompt_tokens == 0:
         raise PromptError("the prompt is empty; give at least one token of text.")
     limit = pair.context_length
     if limit is not None and prompt_tokens >= limit:
-        raise PromptError(
-            f"the prompt has {prompt_tokens} tokens and this model's context holds {limit}; "
-            "shorten the prompt so that room is left for an answer."
-        )
+        raise ContextError(prompt_tokens, limit)
     return wanted if limit is None else min(wanted, limit - prompt_tokens)
 
 

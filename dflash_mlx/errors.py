@@ -33,5 +33,16 @@ class PromptError(DFlashError):
     """A prompt that is empty or does not fit the model's context."""
 
 
+class ContextError(PromptError):
+    """A prompt of `tokens` tokens, for a model whose context holds `limit`."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens and this model's context holds {limit}; "
+            "shorten the prompt so that room is left for an answer."
+        )
+        self.tokens, self.limit = tokens, limit
+
+
 # What a value of the wrong kind or size in a checkpoint's config.json leads to, where it is used.
 WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

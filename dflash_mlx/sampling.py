@@ -1,6 +1,6 @@
 """What the caller may ask of sampling, and logits -> filtered float32 scores."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -19,6 +19,10 @@ class SamplingParams:
     top-k on the probabilities at temperature 1, then the temperature. With a `seed` the answer is repeatable,
     and the same with and without a drafter. Penalties look at the last 20 tokens, as in mlx-lm. top_logprobs: how
     many alternatives to report with each token's log-probability; None reports none at all.
+
+    stop_token_ids end an answer as an end-of-sequence token does. ignore_eos: an end-of-sequence token is a token like
+    any other, which the text leaves out. min_tokens: nothing that ends an answer may come before; stop strings are
+    looked for in the text after that.
     """
 
     max_tokens: int = 256
@@ -33,6 +37,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -46,8 +53,14 @@ class SamplingParams:
         _require(all(self.stop), "stop", self.stop, "strings that are not empty")
         if self.top_logprobs is not None:
             _require(0 <= self.top_logprobs <= 20, "top_logprobs", self.top_logprobs, "from 0 to 20")
+        wanted = f"from 0 to max_tokens ({self.max_tokens})"
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, wanted)
         if self.seed is not None:
             _require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
+
+    def ends(self, eos_ids: Set[int]) -> set[int]:
+        """The tokens that end an answer, of a model with these end-of-sequence tokens."""
+        return {*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)}
 
     def logits_processors(self) -> list[LogitsProcessor]:
         """mlx-lm's processors for the bias and the penalties: (tokens so far, logits (1, V)) -> logits."""

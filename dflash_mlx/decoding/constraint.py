@@ -7,6 +7,7 @@ the same constraint. The matcher is llguidance (https://github.com/guidance-ai/l
 
 import json
 import threading
+from collections.abc import Set
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -127,6 +128,26 @@ class _GrammarGuide:
 
 def _has(row: npt.NDArray[np.uint32], token: int) -> bool:
     return bool(int(row[token // _WORD]) >> (token % _WORD) & 1)
+
+
+class AtLeast:
+    """A guide that holds the end back until an answer has `tokens` tokens; `ends` are the tokens that would end it."""
+
+    def __init__(self, tokens: int, ends: Set[int], vocab_size: int) -> None:
+        self._missing = tokens
+        self._ends = frozenset(end for end in ends if 0 <= end < vocab_size)
+        self._words = -(-vocab_size // _WORD)
+
+    def advance(self, tokens: list[int]) -> None:
+        self._missing -= len(tokens)
+
+    def allowed(self, drafts: list[int]) -> tuple[int, Bits]:
+        bits = np.full((len(drafts) + 1, self._words), 0xFFFFFFFF, dtype=np.uint32)
+        held = max(0, self._missing)
+        for end in self._ends:
+            bits[:held, end // _WORD] &= np.uint32(~(1 << end % _WORD) & 0xFFFFFFFF)
+        early = (i for i, draft in enumerate(drafts[:held]) if draft in self._ends)
+        return next(early, len(drafts)), bits
 
 
 def json_constraint(pair: Speaks, schema: dict[str, Any] | None) -> Constraint:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash_mlx.decoding.constraint import Constraint
 from dflash_mlx.decoding.logprobs import TokenLogprob
+from dflash_mlx.detokenizing import decoded
 from dflash_mlx.generation import GenerationResponse
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.server.channels import CONTENT, REASONING, TOOL, Part, Splitter, Transitions
@@ -30,6 +31,7 @@ class Order:
     state: str = CONTENT
     offer: Offer = field(default_factory=Offer)
     stops: tuple[str, ...] = ()  # those of params.stop that the client asked for
+    continues: bool = False  # the answer goes on in the prompt's text: a space at its beginning is shown
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Answer:
 
     order: Order
     vocabulary: Vocabulary
-    eos_ids: set[int]
+    eos_ids: set[int]  # tokens that have no text: those that end the answer, too
     splitter: Splitter
     ticket: Ticket
     calls: int = 0
@@ -95,7 +97,7 @@ class Answer:
             return []
         for entry in response.logprobs:
             if entry.token_id not in self.eos_ids:
-                if not self.bytes_seen and not self.held_logprobs:
+                if not self.order.continues and not self.bytes_seen and not self.held_logprobs:
                     self.bytes_seen = -self.vocabulary.dropped_at_start(entry.token_id)
                 self.held_logprobs.append((self.bytes_seen, entry))
                 self.bytes_seen += len(self.vocabulary.bytes_of(entry.token_id))
@@ -116,7 +118,7 @@ class Answer:
     def _close_tool(self, *, ended: str) -> list[Said | ToolCall]:
         """The calls in a finished tool text; text that is no call is shown as the model wrote it."""
         text, self.tool_text = self.tool_text, ""
-        calls = parse_calls(text, self.order.offer.tools, self.vocabulary.tokenizer)
+        calls = parse_calls(text, self.order.offer, self.vocabulary.tokenizer)
         if calls is None:
             return [Said(CONTENT, f"{self.vocabulary.tokenizer.tool_call_start}{text}{ended}")]
         kept = calls if self.order.offer.parallel else calls[: max(0, 1 - self.calls)]
@@ -128,11 +130,9 @@ class Answer:
         stops = self.order.params.stop
         if response.finish_reason != "stop" or not stops or self.token_ids[-1] in self.eos_ids:
             return None
-        detokenizer = self.vocabulary.tokenizer.detokenizer
-        for token in self.token_ids:
-            detokenizer.add_token(token)
-        detokenizer.finalize()
-        rest = detokenizer.text[len(self.text) :]
+        texts = [token for token in self.token_ids if token not in self.eos_ids]
+        whole = decoded(self.vocabulary.tokenizer, texts, continues=self.order.continues)
+        rest = whole[len(self.text) :]
         return next((stop for stop in stops if rest.startswith(stop)), stops[0])
 
 
@@ -231,10 +231,11 @@ def submit(
                     draft=order.draft,
                     constraint=order.constraint,
                     owner=owner,
+                    continues=order.continues,
                 )
                 ticket = worker.submit(job)
                 splitter = Splitter(order.transitions, order.state)
-                answers.all.append(Answer(order, vocabulary, eos_ids, splitter, ticket))
+                answers.all.append(Answer(order, vocabulary, eos_ids | order.params.ends(eos_ids), splitter, ticket))
     except BaseException:
         answers.close()
         raise

@@ -4,11 +4,13 @@ import asyncio
 import json
 import math
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -21,9 +23,11 @@ from dflash_mlx.server.completions import completions
 from dflash_mlx.server.failures import Failure, failure
 from dflash_mlx.server.health import health_report, metrics_text
 from dflash_mlx.server.messages import count_tokens, messages
+from dflash_mlx.server.ollama import ollama_chat, ollama_generate, show, tags, version
 from dflash_mlx.server.responses import responses
 from dflash_mlx.server.security import Guard, Policy, error_body
 from dflash_mlx.server.service import Service
+from dflash_mlx.server.tokens import detokenize, tokenize
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 Log = Callable[[str], None]
@@ -45,15 +49,18 @@ def create_app(service: Service, policy: Policy, *, access_log: Log | None = Non
     def route(path: str, method: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
-                return await handler(service, request)
+                response = await handler(service, request)
             except Exception as error:
                 service.report(error)
-                return _refusal(failure(error), request)
+                response = _refusal(failure(error), request)
+            service.add_ignored(response, request)
+            return response
 
         return Route(path, endpoint, methods=[method])
 
     return Starlette(
         routes=[
+            route("/", "GET", root),
             route("/health", "GET", health),
             route("/metrics", "GET", metrics),
             route("/v1/models", "GET", models),
@@ -63,11 +70,23 @@ def create_app(service: Service, policy: Policy, *, access_log: Log | None = Non
             route("/v1/messages", "POST", messages),
             route("/v1/messages/count_tokens", "POST", count_tokens),
             route("/v1/responses", "POST", responses),
+            route("/api/chat", "POST", ollama_chat),
+            route("/api/generate", "POST", ollama_generate),
+            route("/api/tags", "GET", tags),
+            route("/api/show", "POST", show),
+            route("/api/version", "GET", version),
+            route("/tokenize", "POST", tokenize),
+            route("/detokenize", "POST", detokenize),
         ],
         middleware=[Middleware(_Observer, service=service, access_log=access_log), Middleware(Guard, policy=policy)],
         exception_handlers={HTTPException: _no_route},
         lifespan=lifespan,
     )
+
+
+async def root(service: Service, request: Request) -> Response:
+    """That there is a server: some clients ask for this first, with HEAD."""
+    return PlainTextResponse("dflash-mlx is running\n")
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -124,11 +143,14 @@ class _Observer:
             await self.app(scope, receive, send)
             return
         started, status = time.monotonic(), 0
+        request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
 
         async def sender(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                # By OpenAI's name, and by Anthropic's.
+                MutableHeaders(scope=message).update({"x-request-id": request_id, "request-id": request_id})
             await send(message)
 
         try:
@@ -144,8 +166,15 @@ class _Observer:
                 self.access_log(f"{client} {scope['method']} {path} {status} {math.ceil(seconds * 1000)} ms")
 
 
+def _request_id(wanted: str) -> str:
+    """The client's own name for its request, where it can stand in a header, or a new one."""
+    usable = 0 < len(wanted) <= 128 and all("!" <= c <= "~" for c in wanted)
+    return wanted if usable else f"req_{uuid.uuid4().hex}"
+
+
 _PATHS = frozenset(
     {
+        "/",
         "/health",
         "/metrics",
         "/v1/models",
@@ -154,5 +183,12 @@ _PATHS = frozenset(
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/responses",
+        "/api/chat",
+        "/api/generate",
+        "/api/tags",
+        "/api/show",
+        "/api/version",
+        "/tokenize",
+        "/detokenize",
     }
 )

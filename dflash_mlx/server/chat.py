@@ -11,9 +11,18 @@ from dflash_mlx.server.channels import REASONING, initial_state, transitions_of
 from dflash_mlx.server.chat_reply import ChatReply
 from dflash_mlx.server.failures import RequestError
 from dflash_mlx.server.fields import Fields
+from dflash_mlx.server.formats import read_format
 from dflash_mlx.server.logprobs import read_top_logprobs
-from dflash_mlx.server.parameters import MAX_TOKENS, answers_wanted, sampling, stop_strings, wants_draft
-from dflash_mlx.server.prompts import chat_messages, encode_chat, prompt_end, template_variables
+from dflash_mlx.server.parameters import answers_wanted, max_tokens_of, sampling, stop_strings, wants_draft
+from dflash_mlx.server.prompts import (
+    ANSWER,
+    CONTINUED,
+    chat_messages,
+    encode_chat,
+    prompt_end,
+    read_ending,
+    template_variables,
+)
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.streaming import EventStream, unless_gone
 from dflash_mlx.server.tools import Offer, function_tool, offer
@@ -28,6 +37,11 @@ WITHOUT_EFFECT = (
     "prompt_cache_options",
     "prompt_cache_retention",
     "verbosity",
+    "prediction",
+    "client_metadata",
+    "thread",
+    "cache_prompt",
+    "provider",
 )
 
 
@@ -43,11 +57,12 @@ class ChatRequest:
     schema: dict[str, Any] | None
     stream: bool
     include_usage: bool
+    ending: str = ANSWER
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Answer, streaming or not. Raises what the edge translates."""
-    asked = read_request(service, Fields(await service.read_json(request)))
+    asked = read_request(service, await service.read_fields(request))
     order = await prepare(service, asked)
     answers = service.submit(order, request)
     reply = ChatReply(service, answers, model=asked.model, include_usage=asked.include_usage)
@@ -60,18 +75,19 @@ def read_request(service: Service, fields: Fields) -> ChatRequest:
     """Check a body. Raises RequestError for what is wrong or cannot be done."""
     tokenizer = service.pair.tokenizer
     model = service.check_model(fields.text("model"))
-    limit = fields.whole("max_completion_tokens", 1, MAX_TOKENS)
-    older = fields.whole("max_tokens", 1, MAX_TOKENS)
+    most = service.defaults.max_tokens
+    limit = max_tokens_of(fields, "max_completion_tokens", most)
+    older = max_tokens_of(fields, "max_tokens", most)
     params = sampling(
         fields,
         service.defaults,
-        max_tokens=limit or older or service.defaults.max_tokens,
+        max_tokens=limit or older or most,
         vocab_size=service.vocab_size,
     )
-    offered = _read_tools(fields, tokenizer)
+    offered = read_tools(fields, tokenizer)
     stops = stop_strings(fields, "stop")
     params = replace(params, stop=stops, top_logprobs=read_top_logprobs(fields))
-    wants_json, schema = read_response_format(fields.object("response_format"))
+    wants_json, schema = read_format(fields)
     if wants_json and offered.tools:
         raise RequestError(
             "response_format and tools cannot be used together: the constraint would forbid calls. Set tool_choice to "
@@ -88,10 +104,11 @@ def read_request(service: Service, fields: Fields) -> ChatRequest:
         schema=schema,
         stream=stream,
         include_usage=include_usage,
+        ending=read_ending(fields),
     )
     fields.refuse("modalities", "this server writes text only.", unless=(["text"],))
     fields.refuse("store", "this server keeps nothing.", unless=(False,))
-    for name in ("audio", "prediction", "web_search_options", "moderation"):
+    for name in ("audio", "web_search_options", "moderation"):
         fields.refuse(name, "this server writes text only, and searches nothing.")
     for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
         fields.refuse(name, f"it is OpenAI's old form; use {instead}.")
@@ -114,7 +131,8 @@ def read_stream_options(fields: Fields) -> tuple[bool, bool]:
     return stream, include_usage
 
 
-def _read_tools(fields: Fields, tokenizer: Any) -> Offer:
+def read_tools(fields: Fields, tokenizer: Any) -> Offer:
+    """`tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError."""
     tools = []
     for tool in fields.objects("tools"):
         tool.choice("type", ("function",), "function")
@@ -131,29 +149,13 @@ def _read_tools(fields: Fields, tokenizer: Any) -> Offer:
     return offer(tools, choice or "auto", fields.flag("parallel_tool_calls", True), tokenizer)
 
 
-def read_response_format(form: Fields | None, *, nested: bool = True) -> tuple[bool, dict[str, Any] | None]:
-    """Whether the answer has to be JSON, and by which schema. `nested`: the schema stands in its own object."""
-    if form is None:
-        return False, None
-    kind = form.choice("type", ("text", "json_object", "json_schema"), "text")
-    schema = None
-    if kind == "json_schema":
-        holder = form.object("json_schema") if nested else form
-        if holder is None or (schema := holder.mapping("schema")) is None:
-            raise form.wrong("json_schema", "an object with a schema")
-        holder.without_effect("name", "description", "strict")
-        holder.done()
-    form.done()
-    return kind != "text", schema
-
-
-async def prepare(service: Service, asked: ChatRequest, *, continue_last: bool = False) -> Order:
+async def prepare(service: Service, asked: ChatRequest) -> Order:
     """The order with its prompt, markers and constraint. Raises RequestError and UsageError."""
     pair, order = service.pair, asked.order
     tools = order.offer.tools
 
     def encode() -> tuple[list[int], str]:
-        tokens = encode_chat(pair, asked.messages, tools, asked.variables, continue_last=continue_last)
+        tokens = encode_chat(pair, asked.messages, tools, asked.variables, ending=asked.ending)
         return tokens, prompt_end(pair, tokens)
 
     prompt, ending = await service.tokenizing(encode)
@@ -175,4 +177,5 @@ async def prepare(service: Service, asked: ChatRequest, *, continue_last: bool =
         state=state,
         transitions=transitions_of(pair.tokenizer, tools=bool(tools)),
         constraint=await service.constraint(asked.schema) if asked.wants_json else None,
+        continues=asked.ending == CONTINUED,
     )

@@ -10,12 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from dflash_mlx.server.answers import Answers, Order, Piece, Said
-from dflash_mlx.server.chat import WITHOUT_EFFECT, read_response_format, read_stream_options
+from dflash_mlx.server.chat import WITHOUT_EFFECT, read_stream_options
 from dflash_mlx.server.chat_reply import usage
 from dflash_mlx.server.failures import RequestError, failure
 from dflash_mlx.server.fields import Fields
-from dflash_mlx.server.logprobs import completion_logprobs
-from dflash_mlx.server.parameters import MAX_ANSWERS, MAX_TOKENS, answers_wanted, sampling, stop_strings, wants_draft
+from dflash_mlx.server.formats import read_format
+from dflash_mlx.server.logprobs import Offsets, completion_logprobs
+from dflash_mlx.server.parameters import MAX_ANSWERS, answers_wanted, max_tokens_of, sampling, stop_strings, wants_draft
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.streaming import EventStream, event, unless_gone
 
@@ -37,7 +38,7 @@ class CompletionRequest:
 
 async def completions(service: Service, request: Request) -> Response:
     """Answer, streaming or not. Raises what the edge translates."""
-    asked = read_request(service, Fields(await service.read_json(request)))
+    asked = read_request(service, await service.read_fields(request))
     pair = service.pair
     prompts = await service.tokenizing(
         lambda: [pair.encode_prompt(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
@@ -53,17 +54,17 @@ async def completions(service: Service, request: Request) -> Response:
 def read_request(service: Service, fields: Fields) -> CompletionRequest:
     """Check a body. Raises RequestError for what is wrong or cannot be done."""
     model = service.check_model(fields.text("model"))
-    max_tokens = fields.whole("max_tokens", 1, MAX_TOKENS) or DEFAULT_MAX_TOKENS
+    max_tokens = max_tokens_of(fields, "max_tokens", service.defaults.max_tokens) or DEFAULT_MAX_TOKENS
     params = sampling(fields, service.defaults, max_tokens=max_tokens, vocab_size=service.vocab_size)
     params = replace(params, stop=stop_strings(fields, "stop"), top_logprobs=fields.whole("logprobs", 0, 20))
     prompts = _read_prompts(fields, service.vocab_size)
     n = answers_wanted(fields, len(prompts))
-    wants_json, schema = read_response_format(fields.object("response_format"))
+    wants_json, schema = read_format(fields)
     stream, include_usage = read_stream_options(fields)
     asked = CompletionRequest(
         model=model,
         prompts=prompts,
-        order=Order(prompts=[], params=params, n=n, draft=wants_draft(fields)),
+        order=Order(prompts=[], params=params, n=n, draft=wants_draft(fields), continues=True),
         wants_json=wants_json,
         schema=schema,
         stream=stream,
@@ -110,7 +111,7 @@ class _Reply:
             "model": asked.model,
         }
         self.with_logprobs = asked.order.params.top_logprobs is not None
-        self.offsets = [0] * len(answers.all)
+        self.offsets = [Offsets() for _ in answers.all]
 
     async def whole(self) -> dict[str, Any]:
         texts = [""] * len(self.answers.all)
@@ -157,9 +158,7 @@ class _Reply:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not piece.logprobs:
             return None
-        found = completion_logprobs(piece.logprobs, self.service.vocabulary, self.offsets[piece.index])
-        self.offsets[piece.index] = found["text_offset"][-1] + len(found["tokens"][-1])
-        return found
+        return completion_logprobs(piece.logprobs, self.service.vocabulary, self.offsets[piece.index])
 
 
 def _text(piece: Piece) -> str:

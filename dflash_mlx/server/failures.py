@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.errors import ContextError, DFlashError
 from dflash_mlx.server.worker import QueueFullError, WorkerClosedError
 
 _OPENAI_TYPES = {
@@ -41,13 +41,17 @@ class RequestError(DFlashError):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception as a client may see it. Unknown exceptions are ours, and their text stays here."""
+    """An exception as a client may see it. Unknown exceptions are ours, and their text stays here.
+
+    anthropic_message: where Anthropic's clients look for other words.
+    """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    anthropic_message: str | None = None
 
     def openai(self) -> dict[str, Any]:
         kind = _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
@@ -55,7 +59,10 @@ class Failure:
 
     def anthropic(self) -> dict[str, Any]:
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {"type": "error", "error": {"type": kind, "message": self.anthropic_message or self.message}}
+
+    def ollama(self) -> dict[str, Any]:
+        return {"error": self.message}
 
 
 def failure(error: BaseException) -> Failure:
@@ -69,6 +76,19 @@ def failure(error: BaseException) -> Failure:
         return Failure(status=429, message=str(error), code="queue_full", headers=wait)
     if isinstance(error, WorkerClosedError):
         return Failure(status=503, message=str(error), code="unavailable")
+    if isinstance(error, ContextError):
+        return _context_failure(error)
     if isinstance(error, DFlashError):
         return Failure(status=400, message=str(error))
     return Failure(status=500, message="the server failed at this request; its own log says more.")
+
+
+def _context_failure(error: ContextError) -> Failure:
+    """In the words and with the code by which clients know that they have to shorten a conversation."""
+    return Failure(
+        status=400,
+        message=f"This model's maximum context length is {error.limit} tokens. However, the prompt has {error.tokens} "
+        "tokens. Shorten it, so that room is left for an answer.",
+        code="context_length_exceeded",
+        anthropic_message=f"prompt is too long: {error.tokens} tokens > {error.limit} maximum",
+    )

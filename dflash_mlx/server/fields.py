@@ -1,4 +1,4 @@
-"""Reading a request's JSON object field by field: each is checked, and one that nobody read is refused."""
+"""Reading a request's JSON object field by field: each is checked, and those that nobody read are noted by name."""
 
 import json
 import math
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_mlx.server.failures import RequestError
+
+MAX_IGNORED = 32  # names that an answer's header lists
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -26,13 +28,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
 class Fields:
     """An object of a request. `path` is where it stands in the body, for error messages.
 
-    A field that is null counts as absent. `done` refuses what was never asked for.
+    A field that is null counts as absent. `ignored` names what was sent and changes nothing, for all objects of a
+    request together: `done` adds what was never asked for.
     """
 
-    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+    def __init__(self, values: Mapping[str, Any], path: str = "", *, ignored: list[str] | None = None) -> None:
         self._values = values
         self._path = path
         self._known: set[str] = set()
+        self.ignored: list[str] = [] if ignored is None else ignored
 
     def where(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
@@ -108,7 +112,7 @@ class Fields:
 
     def object(self, name: str) -> "Fields | None":
         value = self.mapping(name)
-        return None if value is None else Fields(value, self.where(name))
+        return None if value is None else Fields(value, self.where(name), ignored=self.ignored)
 
     def objects(self, name: str) -> "list[Fields]":
         """A list of objects; empty when it is absent."""
@@ -116,7 +120,7 @@ class Fields:
         for i, value in enumerate(self.items(name) or []):
             if not isinstance(value, dict):
                 raise RequestError(f"{self.where(name)}[{i}] should be an object; got {_kind(value)}.", param=name)
-            found.append(Fields(value, f"{self.where(name)}[{i}]"))
+            found.append(Fields(value, f"{self.where(name)}[{i}]", ignored=self.ignored))
         return found
 
     def without_effect(self, *names: str) -> None:
@@ -124,17 +128,22 @@ class Fields:
         self._known.update(names)
 
     def refuse(self, name: str, reason: str, *, unless: tuple[Any, ...] = ()) -> None:
-        """Refuse a field that is set to anything but the harmless values in `unless`."""
+        """Refuse a field that is set to anything but the harmless values in `unless`; 0.0 is as harmless as 0."""
         value = self.any(name)
-        if value is not None and not any(value == harmless and type(value) is type(harmless) for harmless in unless):
+        plain = int(value) if isinstance(value, float) and value.is_integer() else value
+        if value is not None and not any(plain == harmless and type(plain) is type(harmless) for harmless in unless):
             raise RequestError(f"{self.where(name)} is not supported: {reason}", param=self.where(name))
 
     def done(self) -> None:
-        """Raises RequestError for fields that nothing has read."""
-        unknown = sorted(name for name, value in self._values.items() if name not in self._known and value is not None)
-        if unknown:
-            where = self.where(unknown[0])
-            raise RequestError(f"this server does not know the field {where[:80]}; leave it out.", param=where[:80])
+        """Note the fields that nothing has read."""
+        for name, value in self._values.items():
+            if name not in self._known and value is not None:
+                self.ignore(self.where(name))
+
+    def ignore(self, what: str) -> None:
+        """Note a part of the request that changes nothing, though its sender may expect that it does."""
+        if len(self.ignored) < MAX_IGNORED and what not in self.ignored:
+            self.ignored.append(what)
 
 
 def _kind(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Log-probabilities in OpenAI's two shapes."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,16 +37,28 @@ def chat_logprobs(entries: Sequence[TokenLogprob], vocabulary: Vocabulary) -> di
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob], vocabulary: Vocabulary, offset: int) -> dict[str, Any]:
-    """The `logprobs` object of a completion; `offset` is the number of characters before the first token."""
+class Offsets:
+    """Where the tokens of a text begin, in characters; a token may be a part of a character."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def next(self, data: bytes) -> int:
+        """Where a token with these bytes begins: at the character that it continues, if there is one."""
+        start = self._characters
+        self._characters += len(self._decoder.decode(data))
+        return start
+
+
+def completion_logprobs(entries: Sequence[TokenLogprob], vocabulary: Vocabulary, offsets: Offsets) -> dict[str, Any]:
+    """The `logprobs` object of a completion's next tokens."""
     found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for e in entries:
-        text = vocabulary.text_of(e.token_id)
-        found["tokens"].append(text)
+        found["tokens"].append(vocabulary.text_of(e.token_id))
         found["token_logprobs"].append(_finite(e.logprob))
         found["top_logprobs"].append({vocabulary.text_of(token): _finite(logprob) for token, logprob in e.top} or None)
-        found["text_offset"].append(offset)
-        offset += len(text)
+        found["text_offset"].append(offsets.next(vocabulary.bytes_of(e.token_id)))
     return found
 
 

@@ -12,7 +12,7 @@ from dflash_mlx.server.failures import RequestError
 from dflash_mlx.server.fields import Fields
 from dflash_mlx.server.messages_reply import PING, MessageReply
 from dflash_mlx.server.parameters import MAX_TOKENS, sampling, stop_strings, wants_draft
-from dflash_mlx.server.prompts import earlier_call, effort_variables, template_variables
+from dflash_mlx.server.prompts import ANSWER, CONTINUED, earlier_call, effort_variables, template_variables
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.streaming import EventStream, unless_gone
 from dflash_mlx.server.tools import Offer, function_tool, offer
@@ -34,8 +34,8 @@ WITHOUT_EFFECT = (
 
 async def messages(service: Service, request: Request) -> Response:
     """Answer, streaming or not. Raises what the edge translates."""
-    asked = read_request(service, Fields(await service.read_json(request)))
-    order = await prepare(service, asked, continue_last=continues(asked))
+    asked = read_request(service, await service.read_fields(request))
+    order = await prepare(service, asked)
     answers = service.submit(order, request)
     reply = MessageReply(service, answers, model=asked.model)
     if asked.stream:
@@ -45,14 +45,9 @@ async def messages(service: Service, request: Request) -> Response:
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """How many tokens the request's prompt has."""
-    asked = read_request(service, Fields(await service.read_json(request)), counting=True)
-    order = await prepare(service, replace(asked, wants_json=False), continue_last=continues(asked))
+    asked = read_request(service, await service.read_fields(request), counting=True)
+    order = await prepare(service, replace(asked, wants_json=False))
     return JSONResponse({"input_tokens": len(order.prompts[0])})
-
-
-def continues(asked: ChatRequest) -> bool:
-    """Whether the client has begun the answer itself."""
-    return asked.messages[-1]["role"] == "assistant"
 
 
 def read_request(service: Service, fields: Fields, *, counting: bool = False) -> ChatRequest:
@@ -65,20 +60,23 @@ def read_request(service: Service, fields: Fields, *, counting: bool = False) ->
         fields, service.defaults, max_tokens=max_tokens or 1, vocab_size=service.vocab_size, top_temperature=1.0
     )
     params = replace(params, stop=stop_strings(fields, "stop_sequences"))
-    offered = _read_tools(fields, service.pair.tokenizer)
+    offered = replace(_read_tools(fields, service.pair.tokenizer), id_prefix="toolu_")
     wants_json, schema, effort = _read_output_config(fields.object("output_config"))
     if wants_json and offered.tools:
         raise RequestError("output_config.format and tools cannot be used together.", param="output_config")
     variables = {**_thinking(fields.object("thinking")), **effort_variables(effort), **template_variables(fields)}
+    conversation = [*_system(fields), *_conversation(fields)]
+    begun = conversation[-1]["role"] == "assistant"  # the client has written the beginning of the answer
     asked = ChatRequest(
         model=model,
-        messages=[*_system(fields), *_conversation(fields)],
+        messages=conversation,
         variables=variables,
         order=Order(prompts=[], params=params, draft=wants_draft(fields), offer=offered, stops=params.stop),
         wants_json=wants_json,
         schema=schema,
         stream=fields.flag("stream"),
         include_usage=True,
+        ending=CONTINUED if begun else ANSWER,
     )
     fields.refuse("mcp_servers", "this server calls no other servers.", unless=([],))
     fields.refuse("container", "this server runs no code.")

@@ -9,7 +9,37 @@ from dflash_mlx.server.fields import Fields
 
 MAX_TOKENS = 10_000_000
 MAX_STOPS = 16
+MAX_STOP_TOKENS = 256
 MAX_ANSWERS = 16  # n, times the number of prompts
+
+# Parameters of other servers that would change the answer and that nothing here follows, with the values that change
+# nothing. A request that sets one to anything else is refused.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1, 0),
+    "tfs_z": (1, 0),
+    "top_a": (0,),
+    "mirostat": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "chat_template": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "grammar": ("",),
+    "lora": ([],),
+    "lora_request": (),
+    "images": ([],),
+}
 
 # Below these, the choice is the likeliest token, as at temperature 0: a temperature cannot be told from 0 in float32,
 # and no vocabulary is so large that the likeliest token has less than this share.
@@ -32,6 +62,8 @@ def sampling(
     fields: Fields, defaults: Defaults, *, max_tokens: int, vocab_size: int, top_temperature: float = 2.0
 ) -> SamplingParams:
     """Read what chooses tokens; stop strings and logprobs are the protocols' own. Raises RequestError."""
+    for name, harmless in UNSUPPORTED.items():
+        fields.refuse(name, "this server cannot do it, and the answer would be another; leave it out.", unless=harmless)
     temperature = fields.number("temperature", 0, top_temperature, defaults.temperature)
     top_p = fields.number("top_p", 0, 1, defaults.top_p)
     if temperature < _GREEDY_TEMPERATURE or top_p < _GREEDY_TOP_P:
@@ -43,11 +75,22 @@ def sampling(
         top_k=_or(fields.whole("top_k", 0, 2**31), defaults.top_k),
         min_p=fields.number("min_p", 0, 1, defaults.min_p),
         seed=_seed(fields),
-        repetition_penalty=fields.number("repetition_penalty", 0.01, 100, 1.0),
+        repetition_penalty=_repetition_penalty(fields),
         presence_penalty=fields.number("presence_penalty", -2, 2, 0.0),
         frequency_penalty=fields.number("frequency_penalty", -2, 2, 0.0),
         logit_bias=_logit_bias(fields, vocab_size),
+        min_tokens=_min_tokens(fields, max_tokens),
+        ignore_eos=fields.flag("ignore_eos"),
+        stop_token_ids=_stop_token_ids(fields, vocab_size),
     )
+
+
+def max_tokens_of(fields: Fields, name: str, default: int) -> int | None:
+    """A limit on an answer's tokens, None where the request has none; -1 stands for the default."""
+    value = fields.any(name)
+    if type(value) is int and value == -1:
+        return default
+    return fields.whole(name, 1, MAX_TOKENS)
 
 
 def stop_strings(fields: Fields, name: str) -> tuple[str, ...]:
@@ -90,6 +133,26 @@ def seeded(params: SamplingParams, index: int) -> SamplingParams:
 def _seed(fields: Fields) -> int | None:
     seed = fields.whole("seed", -(2**63), 2**64 - 1)
     return None if seed is None else seed % 2**32
+
+
+def _repetition_penalty(fields: Fields) -> float:
+    """`repetition_penalty`, or `repeat_penalty` as llama.cpp and Ollama call it."""
+    other = fields.number("repeat_penalty", 0.01, 100, 1.0)
+    return fields.number("repetition_penalty", 0.01, 100, other)
+
+
+def _min_tokens(fields: Fields, max_tokens: int) -> int:
+    wanted = _or(fields.whole("min_tokens", 0, MAX_TOKENS), 0)
+    if wanted > max_tokens:
+        raise RequestError(f"min_tokens is {wanted}, more than the {max_tokens} that may come.", param="min_tokens")
+    return int(wanted)
+
+
+def _stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    ids = fields.items("stop_token_ids") or []
+    if len(ids) > MAX_STOP_TOKENS or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise fields.wrong("stop_token_ids", f"at most {MAX_STOP_TOKENS} token ids from 0 to {vocab_size - 1}")
+    return tuple(dict.fromkeys(ids))
 
 
 def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:

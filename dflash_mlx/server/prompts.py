@@ -14,11 +14,15 @@ from dflash_mlx.server.fields import Fields
 # What a request may not hand to apply_chat_template as a variable of the template: it would change how the prompt is
 # made, or bring a template of the client's own.
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+ANSWER, CONTINUED, BARE = "answer", "continued", "bare"  # ends of a prompt
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def template_variables(fields: Fields) -> dict[str, Any]:
-    """`chat_template_kwargs` and `reasoning_effort`, which chat templates may look at. Raises RequestError."""
+    """`chat_template_kwargs`, `enable_thinking` and `reasoning_effort`, which chat templates may look at.
+
+    Raises RequestError.
+    """
     variables = dict(fields.mapping("chat_template_kwargs") or {})
     for name in variables:
         if name in _RESERVED or name.startswith("_"):
@@ -27,7 +31,33 @@ def template_variables(fields: Fields) -> dict[str, Any]:
                 "enable_thinking.",
                 param="chat_template_kwargs",
             )
-    return {**effort_variables(fields.text("reasoning_effort")), **variables}
+    found = effort_variables(fields.text("reasoning_effort"))
+    if fields.any("enable_thinking") is not None:
+        found["enable_thinking"] = fields.flag("enable_thinking")
+    return {**found, **variables}
+
+
+def read_ending(fields: Fields) -> str:
+    """Where the prompt ends: "answer", "continued" (in the last message) or "bare". Raises RequestError.
+
+    Of `add_generation_prompt` and `continue_final_message`, as vLLM and transformers have them.
+    """
+    continued = fields.flag("continue_final_message")
+    added = fields.flag("add_generation_prompt", not continued)
+    if continued and added:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt cannot both be true: the answer continues the last "
+            "message or begins a new one.",
+            param="continue_final_message",
+        )
+    messages = fields.any("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if continued and not (isinstance(last, dict) and last.get("role") == "assistant" and last.get("content")):
+        raise RequestError(
+            "continue_final_message needs a last message of the assistant, with text to continue.",
+            param="continue_final_message",
+        )
+    return CONTINUED if continued else ANSWER if added else BARE
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
@@ -119,19 +149,22 @@ def encode_chat(
     tools: tuple[dict[str, Any], ...],
     variables: Mapping[str, Any],
     *,
-    continue_last: bool = False,
+    ending: str = ANSWER,
 ) -> list[int]:
-    """Token ids up to where the answer begins; with `continue_last` it goes on where the last message stops.
+    """Token ids up to where the answer begins; CONTINUED: it goes on where the last message stops; BARE: the
+    template does not open an answer.
 
     Raises RequestError when the template refuses.
     """
     if not pair.tokenizer.has_chat_template:
-        if variables or continue_last:
+        if variables or ending == CONTINUED:
             raise RequestError("this model has no chat template; leave out chat_template_kwargs and begun answers.")
         return pair.encode_chat(messages)
-    ending: dict[str, Any] = {"continue_final_message": True} if continue_last else {"add_generation_prompt": True}
+    flags: dict[str, Any] = (
+        {"continue_final_message": True} if ending == CONTINUED else {"add_generation_prompt": ending == ANSWER}
+    )
     try:
-        tokens = pair.tokenizer.apply_chat_template(messages, tools=list(tools) or None, **ending, **variables)
+        tokens = pair.tokenizer.apply_chat_template(messages, tools=list(tools) or None, **flags, **variables)
         return list(tokens)
     except Exception as error:
         # Templates are programs of the model's makers, and whatever they raise is about this conversation.

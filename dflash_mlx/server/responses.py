@@ -7,10 +7,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from dflash_mlx.server.answers import Order
-from dflash_mlx.server.chat import WITHOUT_EFFECT, ChatRequest, prepare, read_response_format
+from dflash_mlx.server.chat import WITHOUT_EFFECT, ChatRequest, prepare
 from dflash_mlx.server.failures import RequestError
 from dflash_mlx.server.fields import Fields
-from dflash_mlx.server.parameters import MAX_TOKENS, sampling, wants_draft
+from dflash_mlx.server.formats import read_response_format
+from dflash_mlx.server.parameters import max_tokens_of, sampling, wants_draft
 from dflash_mlx.server.prompts import earlier_call, effort_variables, template_variables, text_of
 from dflash_mlx.server.responses_reply import ResponseReply
 from dflash_mlx.server.service import Service
@@ -30,7 +31,7 @@ class ResponseRequest(ChatRequest):
 
 async def responses(service: Service, request: Request) -> Response:
     """Answer, streaming or not. Raises what the edge translates."""
-    asked = read_request(service, Fields(await service.read_json(request)))
+    asked = read_request(service, await service.read_fields(request))
     answers = service.submit(await prepare(service, asked), request)
     reply = ResponseReply(service, answers, model=asked.model, echo=asked.echo)
     if asked.stream:
@@ -41,7 +42,7 @@ async def responses(service: Service, request: Request) -> Response:
 def read_request(service: Service, fields: Fields) -> ResponseRequest:
     """Check a body. Raises RequestError for what is wrong or cannot be done."""
     model = service.check_model(fields.text("model"))
-    max_tokens = fields.whole("max_output_tokens", 1, MAX_TOKENS)
+    max_tokens = max_tokens_of(fields, "max_output_tokens", service.defaults.max_tokens)
     params = sampling(
         fields,
         service.defaults,
@@ -119,12 +120,11 @@ def _reasoning(reasoning: Fields | None) -> dict[str, Any]:
 def _read_tools(fields: Fields, tokenizer: Any) -> Offer:
     tools = []
     for tool in fields.objects("tools"):
-        kind = tool.text("type")
+        kind = tool.required_text("type")
         if kind != "function":
-            raise RequestError(
-                f"{tool.where('type')} {str(kind)[:60]} is not supported: this server runs no tools of its own.",
-                param="tools",
-            )
+            # Of OpenAI's own tools, which this server does not have, the model is not told.
+            fields.ignore(f"{tool.where('type')}.{kind}")
+            continue
         tools.append(function_tool(tool))
     choice = fields.any("tool_choice")
     if isinstance(choice, dict):

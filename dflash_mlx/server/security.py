@@ -111,7 +111,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not self.policy.allows_host(host):
+        if not self.policy.allows_host(host) and not _is_old_and_local(scope, headers):
             name = (host_name(host) or "NAME")[:80]
             text = f"this server is not called {name!r}; start it with --allowed-host {name}."
             await refuse(403, text, scope)(scope, receive, send)
@@ -135,6 +135,13 @@ class Guard:
         await self.app(scope, receive, _with_headers(send, cors))
 
 
+def _is_old_and_local(scope: Scope, headers: Headers) -> bool:
+    """Whether a request has no Host because HTTP/1.0 needs none, and comes from this machine; no browser's does."""
+    client = (scope.get("client") or ("",))[0]
+    bare = scope["http_version"] == "1.0" and "host" not in headers and "origin" not in headers
+    return bare and _is_address(client) and ipaddress.ip_address(client).is_loopback
+
+
 def refuse(status: int, message: str, scope: Scope) -> JSONResponse:
     """An error in the shape that the route's protocol has."""
     found = Failure(status=status, message=message, code="invalid_api_key" if status == 401 else None)
@@ -144,6 +151,8 @@ def refuse(status: int, message: str, scope: Scope) -> JSONResponse:
 
 def error_body(found: Failure, path: str) -> dict[str, Any]:
     """A failure in the shape of the protocol that `path` belongs to."""
+    if path.startswith("/api/"):
+        return found.ollama()
     return found.anthropic() if path.startswith("/v1/messages") else found.openai()
 
 

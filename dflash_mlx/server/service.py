@@ -9,14 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from dflash_mlx.decoding.constraint import Constraint, json_constraint
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.server.answers import Answers, Order, submit
 from dflash_mlx.server.failures import RequestError, failure
-from dflash_mlx.server.fields import parse_object
+from dflash_mlx.server.fields import Fields, parse_object
 from dflash_mlx.server.metrics import Metrics
 from dflash_mlx.server.parameters import Defaults
 from dflash_mlx.server.streaming import ClientGoneError
@@ -24,6 +26,10 @@ from dflash_mlx.server.vocabulary import Vocabulary
 from dflash_mlx.server.worker import Worker
 
 T = TypeVar("T")
+
+IGNORED_HEADER = "x-dflash-ignored"
+_IGNORED = "dflash.ignored"  # in a request's scope
+_MOST_WARNED = 1000  # names that the log has; clients can make up any number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,7 @@ class Service:
     def __post_init__(self) -> None:
         self.vocabulary = Vocabulary(self.pair.tokenizer)
         self.eos_ids = self.pair.eos_ids
+        self._warned: set[str] = set()
         # One thread: tokenizers are not made for several at once, and a long text must not hold up the others' streams.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dflash-tokenizing")
 
@@ -106,6 +113,23 @@ class Service:
                 self.metrics.first_token_seconds.observe(ticket.first_token_seconds)
             if answer.last is not None and answer.last.generation_tps > 0:
                 self.metrics.tokens_a_second.observe(answer.last.generation_tps)
+
+    async def read_fields(self, request: Request) -> Fields:
+        """The request's JSON object; what it ignores is kept for `add_ignored`. Raises RequestError."""
+        fields = Fields(await self.read_json(request))
+        request.scope[_IGNORED] = fields.ignored
+        return fields
+
+    def add_ignored(self, response: Response, request: Request) -> None:
+        """Say in a header, and once in the log, which parts of a request changed nothing."""
+        names = [quote(name[:80], safe="._[]-") for name in request.scope.get(_IGNORED, ())]
+        if not names:
+            return
+        response.headers[IGNORED_HEADER] = ", ".join(names)
+        new = [name for name in names if name not in self._warned][: _MOST_WARNED - len(self._warned)]
+        self._warned.update(new)
+        if new:
+            print(f"warning: ignored in a request to {request.scope['path']}: {', '.join(new)}", file=sys.stderr)
 
     async def read_json(self, request: Request) -> dict[str, Any]:
         """The request's JSON object, within the limits of size and time. Raises RequestError."""

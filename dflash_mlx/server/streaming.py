@@ -61,10 +61,9 @@ class EventStream(Response):
         *,
         on_end: Callable[[], None],
         keep_alive: bytes = b": waiting\n\n",
+        media_type: str = "text/event-stream",
     ) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
+        super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._on_end, self._keep_alive = events, on_end, keep_alive
 

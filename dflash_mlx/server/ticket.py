@@ -39,13 +39,17 @@ class WorkerClosedError(DFlashError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One answer to make: prompt is token ids; caches are never shared between owners."""
+    """One answer to make: prompt is token ids; caches are never shared between owners.
+
+    continues: the answer goes on in the prompt's text, so that a space at its beginning is shown.
+    """
 
     prompt: list[int]
     params: SamplingParams
     draft: bool = True
     constraint: Constraint | None = None
     owner: str = ""
+    continues: bool = False
 
 
 class Ticket:

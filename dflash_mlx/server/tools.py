@@ -36,6 +36,7 @@ class Offer:
 
     tools: tuple[dict[str, Any], ...] = ()
     parallel: bool = True
+    id_prefix: str = "call_"  # of calls to which the model gives no id: OpenAI's form
 
 
 def function_tool(fields: Fields, *, schema: str = "parameters") -> dict[str, Any]:
@@ -72,21 +73,21 @@ def offer(tools: list[dict[str, Any]], choice: str, parallel: bool, tokenizer: A
     return Offer(tuple(tools), parallel)
 
 
-def parse_calls(text: str, tools: tuple[dict[str, Any], ...], tokenizer: Any) -> list[ToolCall] | None:
+def parse_calls(text: str, offered: Offer, tokenizer: Any) -> list[ToolCall] | None:
     """The calls in the text between a model's tool markers; None when they cannot be read."""
     try:
-        parsed = tokenizer.tool_parser(text, list(tools))
+        parsed = tokenizer.tool_parser(text, list(offered.tools))
         calls = parsed if isinstance(parsed, list) else [parsed]
-        return [_call(call) for call in calls]
+        return [_call(call, offered.id_prefix) for call in calls]
     except Exception:
         # The text is the model's own and the parsers are many: any failure only means that this is no call.
         return None
 
 
-def _call(call: dict[str, Any]) -> ToolCall:
+def _call(call: dict[str, Any], id_prefix: str) -> ToolCall:
     name, arguments = call["name"], call.get("arguments", {})
     if not isinstance(name, str) or not name:
         raise ValueError("a call needs a name")
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(str(call.get("id") or f"call_{uuid.uuid4().hex[:24]}"), name, arguments)
+    return ToolCall(str(call.get("id") or f"{id_prefix}{uuid.uuid4().hex[:24]}"), name, arguments)

@@ -6,6 +6,8 @@ from typing import Any
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
 from tokenizers.decoders import ByteLevel
 
+from dflash_mlx.detokenizing import decoded
+
 
 class Vocabulary:
     """Token ids to bytes. A token of a byte-level vocabulary may be a part of a character."""
@@ -25,10 +27,8 @@ class Vocabulary:
 
     def dropped_at_start(self, token: int) -> int:
         """How many bytes of an answer's first token are not shown: mlx-lm's detokenizers leave out a space there."""
-        detokenizer = self.tokenizer.detokenizer
-        detokenizer.add_token(token)
-        detokenizer.finalize()
-        return int(self.bytes_of(token).startswith(b" ") and not detokenizer.text.startswith(" "))
+        shown = decoded(self.tokenizer, [token])
+        return int(self.bytes_of(token).startswith(b" ") and not shown.startswith(" "))
 
     def _bytes_of(self, token: int) -> bytes:
         piece = self.tokenizer.convert_ids_to_tokens(token)

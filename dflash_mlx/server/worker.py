@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from dflash_mlx.answer import Answer, GenerationResponse, fitting_max_tokens
+from dflash_mlx.answer import Answer, GenerationResponse, fitting_max_tokens, require_possible
 from dflash_mlx.answering import Answering
 from dflash_mlx.decoding.fork import can_cut, fork
 from dflash_mlx.decoding.session import Session, common_prefix
-from dflash_mlx.errors import PromptError, UsageError
+from dflash_mlx.errors import PromptError
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.server.fair_queue import FairQueue
 from dflash_mlx.server.memory import MemoryBudget, Need, total_need
@@ -158,9 +158,7 @@ class Worker:
         wrong = next((token for token in job.prompt if not 0 <= token < size), None)
         if wrong is not None:
             raise PromptError(f"token ids should be from 0 to {size - 1} for this model; the prompt has {wrong}.")
-        wrong = next((token for token in job.params.logit_bias if not 0 <= token < size), None)
-        if wrong is not None:
-            raise UsageError(f"logit_bias should name token ids from 0 to {size - 1}; got {wrong}.")
+        require_possible(self.pair, job.params, job.constraint)
 
     def _drafts(self, job: Job) -> bool:
         return self.draft and job.draft
@@ -296,6 +294,7 @@ class Worker:
             draft=draft,
             width=self.width,
             constraint=job.constraint,
+            continues=job.continues,
             on_prompt_read=lambda session: self._keep_snapshot(job.owner, session),
         )
         assert self._answering is not None

@@ -15,7 +15,7 @@ from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.stats import Acceptance
-from dflash_mlx.errors import PromptError
+from dflash_mlx.errors import ContextError, PromptError
 from dflash_mlx.generation import GenerationResponse
 from dflash_mlx.server.app import create_app
 from dflash_mlx.server.run import address_of, make_server, open_socket
@@ -32,13 +32,18 @@ class Characters:
     """A detokenizer of one character a token."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self.text, self._given = "", 0
 
     def add_token(self, token: int) -> None:
         self.text += chr(token)
 
     def finalize(self) -> None:
         pass
+
+    @property
+    def last_segment(self) -> str:
+        segment, self._given = self.text[self._given :], len(self.text)
+        return segment
 
 
 @dataclass
@@ -59,7 +64,7 @@ class FakeTokenizer:
     def detokenizer(self) -> Characters:
         return Characters()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
 
     def decode(self, tokens: list[int]) -> str:
@@ -78,6 +83,7 @@ class FakeTokenizer:
         **variables: Any,
     ) -> list[int]:
         self.rendered.append({"messages": messages, "tools": tools, **variables, "continue": continue_final_message})
+        self.rendered[-1]["opened"] = add_generation_prompt
         if any(message["content"] == "refuse me" for message in messages):
             raise ValueError("roles must alternate")
         text = "".join(f"[{m['role']}]{m['content']}{json.dumps(m.get('tool_calls', ''))}\n" for m in messages)
@@ -91,6 +97,7 @@ class FakePair:
     name: str = "fake"
     target: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=0x110000))
     eos_ids: frozenset[int] = frozenset({EOS})
+    context_length: int = CONTEXT
 
     def encode_prompt(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
@@ -123,7 +130,7 @@ class FakeWorker:
         if not job.prompt:
             raise PromptError("the prompt is empty; give at least one token of text.")
         if len(job.prompt) >= CONTEXT:
-            raise PromptError(f"the prompt has {len(job.prompt)} tokens and this model's context holds {CONTEXT}.")
+            raise ContextError(len(job.prompt), CONTEXT)
         if self.running >= self.room:
             raise QueueFullError(self.running, 7)
         self.jobs.append(job)

@@ -111,6 +111,20 @@ RESPONSE = {
     "store": False,
     "stream": True,
 }
+OLLAMA = {
+    "model": "tiny",
+    "messages": [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "hi", "images": []},
+        {"role": "assistant", "content": "", "thinking": "t", "tool_calls": [CALL]},
+        {"role": "tool", "content": "y", "tool_name": "f"},
+    ],
+    "options": {"num_predict": 3, "temperature": 0.5, "top_k": 4, "seed": 1, "stop": ["a"], "repeat_penalty": 1.1},
+    "tools": [TOOL],
+    "think": False,
+    "format": "",
+    "keep_alive": "5m",
+}
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", 1]}, "b": {"type": "string", "pattern": "^[a-z]{1,3}$", "maxLength": 5}},
@@ -130,6 +144,12 @@ BODIES = [
     ("/v1/messages", SHORT),
     ("/v1/messages/count_tokens", MESSAGE),
     ("/v1/responses", RESPONSE),
+    ("/api/chat", OLLAMA),
+    ("/api/generate", {"prompt": "x", "raw": True, "options": {"num_predict": 3}, "stream": False}),
+    ("/api/show", {"model": "tiny"}),
+    ("/tokenize", {"content": "abc", "with_pieces": True}),
+    ("/tokenize", {"messages": SHORT["messages"], "return_token_strs": True}),
+    ("/detokenize", {"tokens": [1, 2, 3]}),
     ("/v1/responses", {"input": "hi", "max_output_tokens": 3}),
 ]
 WORDS = st.sampled_from(
@@ -187,7 +207,10 @@ def test_bodies(client: httpx.Client, request: tuple[str, str]) -> None:
     answer = client.post(route, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code in (200, 400, 404), (route, body, answer.text)
     if answer.status_code != 200:
-        assert answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert error if route.startswith("/api/") else error["message"]
+    elif answer.headers["content-type"] == "application/x-ndjson":
+        assert '"error":' not in answer.text, (route, body, answer.text)
     elif answer.headers["content-type"].startswith("text/event-stream"):
         assert '"error":{' not in answer.text, (route, body, answer.text)
     else:

@@ -119,7 +119,6 @@ def test_counting_tokens():
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         {"tools": [WEATHER]},
-        {"extra_body": {"colour": "red"}},
     ],
 )
 def test_what_cannot_be_done_is_refused(options):

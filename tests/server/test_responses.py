@@ -77,7 +77,6 @@ def test_reasoning_and_calls(size):
         {"previous_response_id": "resp_1"},
         {"store": True},
         {"background": True},
-        {"tools": [{"type": "web_search"}]},
         {"include": ["file_search_call.results"]},
         {"truncation": "auto"},
         {"input": []},

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from fakes import FakeTokenizer
 from json_tokens import json_pair
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from tiny import VOCAB, tiny_drafter, tiny_target
 
@@ -42,7 +42,7 @@ class LetterTokenizer(FakeTokenizer):
     def detokenizer(self) -> Letters:  # type: ignore[override]
         return Letters()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1 + ord(c) % (VOCAB - 1) for c in text]
 
     def decode(self, tokens: list[int]) -> str:
@@ -71,13 +71,13 @@ TEMPLATE = (
 )
 
 
-def make_templated_pair() -> ModelPair:
+def make_templated_pair(detokenizer: type[StreamingDetokenizer] | None = None) -> ModelPair:
     pair = json_pair()
     fast = pair.tokenizer._tokenizer
     fast.chat_template = TEMPLATE
     pair.tokenizer = TokenizerWrapper(
         fast,
-        type(pair.tokenizer.detokenizer),
+        detokenizer or type(pair.tokenizer.detokenizer),
         eos_token_ids=pair.tokenizer.eos_token_ids,
         tool_call_start=json_tools.tool_call_start,
         tool_call_end=json_tools.tool_call_end,
