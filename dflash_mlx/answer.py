@@ -8,13 +8,8 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from dflash_mlx.decoding.accept import choose_strategy
-<<<<<<< HEAD
-from dflash_mlx.decoding.constraint import Constraint
-from dflash_mlx.decoding.decode import prefill_chunks
-=======
 from dflash_mlx.decoding.constraint import AtLeast, Constraint, Guide
-from dflash_mlx.decoding.engine import prefill_chunks
->>>>>>> clients
+from dflash_mlx.decoding.decode import prefill_chunks
 from dflash_mlx.decoding.lane import FinishReason, Lane, Step
 from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.session import Session, common_prefix
