@@ -16,7 +16,8 @@ from test_lossless import RandomWidth
 from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 
-from dflash_mlx.decoding import batch, engine
+from dflash_mlx.decoding import batch
+from dflash_mlx.decoding import decode as one_answer
 from dflash_mlx.decoding.accept import Coupled, Greedy, Rejection
 from dflash_mlx.decoding.constraint import json_constraint
 from dflash_mlx.decoding.decode import decode, prefill
@@ -93,7 +94,7 @@ def target(request):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(engine, "PREFILL_STEP", CHUNK)
+    monkeypatch.setattr(one_answer, "PREFILL_STEP", CHUNK)
 
 
 class Asked:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny import FAMILIES, LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
-from dflash_mlx.decoding import engine
+from dflash_mlx.decoding import decode as one_answer
 from dflash_mlx.decoding.accept import Coupled, Greedy
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.lane import clip
@@ -93,7 +93,7 @@ def check_session(session, prompt, tokens):
 
 @pytest.mark.parametrize("part", range(5))
 def test_equals_plain_decoding(target, part, monkeypatch):
-    monkeypatch.setattr(engine, "PREFILL_STEP", 16)
+    monkeypatch.setattr(one_answer, "PREFILL_STEP", 16)
     rng = random.Random(part)
     for _ in range(CASES_PER_FAMILY // 5):
         block_size = rng.randint(2, 16)
