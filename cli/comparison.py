@@ -2,9 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from dflash_mlx.cli.output import note, styled
@@ -65,17 +63,14 @@ def run_comparison(
 def comparison(plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]:
     """How many times as fast drafting was, and the first token (from 1) at which the answers differ."""
     speeds = plain["generation_tps"], drafted["generation_tps"]
+    from dflash_mlx.bench.runner import first_difference
+
     difference = first_difference(plain["token_ids"], drafted["token_ids"])
     return {
         "speedup": round(speeds[1] / speeds[0], 3) if all(speeds) else None,
         "same_tokens": difference is None,
-        "first_difference": difference,
+        "first_difference": None if difference is None else difference + 1,
     }
-
-
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The place, counted from 1, of the first token that is not the same; None where there is none."""
-    return next((place for place, (x, y) in enumerate(zip_longest(a, b), start=1) if x != y), None)
 
 
 def verdict(plain: dict[str, Any], drafted: dict[str, Any]) -> list[str]:

@@ -197,9 +197,9 @@ def _convert_target(source: Path, folder: Path, scheme: Scheme) -> None:
 
 
 def _check_space(folder: Path, model: Any) -> None:
-    from mlx.utils import tree_flatten
+    from dflash_mlx.targets.target import weight_bytes
 
-    needed = sum(array.nbytes for array in dict(tree_flatten(model.parameters())).values())
+    needed = weight_bytes(model)
     free = shutil.disk_usage(folder).free
     if free < needed * 1.01:
         raise CheckpointError(

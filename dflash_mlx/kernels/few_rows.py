@@ -145,7 +145,7 @@ def _round(target: Target, drafter: DFlashDrafter | None, rows: int) -> tuple[fl
     tokens = mx.arange(rows).reshape(lanes, block) % target.vocab_size
     at, room = mx.zeros((lanes,), dtype=mx.int32), 2 * block
     model = target.pass_for(drafter.config.target_layer_ids if drafter is not None else ())
-    held = Rows.blank(target.blank_cache(), lanes, room) if target.takes_rows() else None
+    held = Rows.blank(target.blank_caches, lanes, room) if target.takes_rows() else None
     state = DFlashState.blank(drafter, target, lanes, room) if drafter is not None else None
     started = time.perf_counter()
     logits, features = model(tokens, target.make_cache()) if held is None else model.over(held, tokens)

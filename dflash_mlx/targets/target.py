@@ -98,7 +98,7 @@ class Target:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return sum(array.nbytes for array in dict(tree_flatten(self.model.parameters())).values())
+        return weight_bytes(self.model)
 
     def takes_rows(self) -> bool:
         """Whether the model computes several answers in one batch; found out by running it, the first time."""
@@ -206,6 +206,11 @@ def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
         head_module=head if head is not None else embedding,
         final_norm=final_norm,
     )
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters of a model."""
+    return sum(array.nbytes for array in dict(tree_flatten(model.parameters())).values())
 
 
 def _embedding_scale(inner: nn.Module) -> float | None:

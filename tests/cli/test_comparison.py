@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_mlx.cli.comparison import first_difference, verdict
+from dflash_mlx.cli.comparison import comparison, verdict
 
 
 def test_the_answer_is_made_twice_and_compared(run, fake):
@@ -36,7 +36,8 @@ def test_sampled_answers_are_compared_with_a_seed(run, fake):
     ("a", "b", "place"), [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 2), ([1], [1, 2], 2)]
 )
 def test_the_first_difference(a, b, place):
-    assert first_difference(a, b) == place
+    plain, drafted = ({"generation_tps": 10.0, "token_ids": tokens} for tokens in (a, b))
+    assert comparison(plain, drafted)["first_difference"] == place
 
 
 def test_a_difference_is_said():
