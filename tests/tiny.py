@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
+import pytest
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache
 
-from dflash_mlx.caches.rows import Rows
+from dflash_mlx.caches.rows import RowKVCache, Rows
 from dflash_mlx.decoding.accept import Greedy, Outcome, Reading
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session
@@ -156,3 +157,19 @@ def read(outcome: Outcome) -> Reading:
     """What the host learns of one answer's outcome."""
     [reading] = Outcome.stack([outcome], outcome.depth).read()
     return reading
+
+
+def ends_of_writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on, where each write to the caches of a batch ends; a write beyond the buffers fails.
+
+    The device does not check this, and would write on beyond its memory.
+    """
+    write, ends = RowKVCache.update_and_fetch, list[int]()
+
+    def checked(cache: RowKVCache, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        ends.append(int(cache.lengths.value.max().item()) + keys.shape[2])
+        assert ends[-1] <= cache.keys.shape[2] == cache.lengths.capacity
+        return write(cache, keys, values)
+
+    monkeypatch.setattr(RowKVCache, "update_and_fetch", checked)
+    return ends

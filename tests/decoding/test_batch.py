@@ -5,11 +5,11 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny import VOCAB, ScriptedDrafter, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
+from tiny import VOCAB, ScriptedDrafter, drafted_tokens, ends_of_writes, plain_tokens, tiny_drafter, tiny_target
 from tiny_families import family_target, unavailable
 
 from dflash_mlx import runtime
-from dflash_mlx.caches.rows import RowKVCache, Rows
+from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.decoding import batch as batches
 from dflash_mlx.decoding.accept import Greedy
@@ -67,6 +67,11 @@ class Answers:
         for lane in lanes:
             self.engine.join(lane)
             self.tokens[lane] = []
+
+    def join_read(self, batch):
+        """Lanes whose prompts were read together."""
+        self.engine.join_all(batch)
+        self.tokens |= {lane: [] for lane in batch.lanes}
 
     def advance(self, rounds=1):
         for _ in range(rounds):
@@ -183,8 +188,7 @@ def test_prompts_read_together_are_answered_as_alone(family):
         lanes.append(Lane(session=session, prompt=prompt, **options))
     batch.begin(lanes)
     answers = Answers(target, drafter)
-    answers.engine.join_all(batch)
-    answers.tokens = {lane: [] for lane in lanes}
+    answers.join_read(batch)
     answers.finish()
     for lane in lanes:
         assert answers.tokens[lane] == plain_tokens(target, lane.prompt, 12)
@@ -196,14 +200,7 @@ def test_prompts_read_together_are_answered_as_alone(family):
 
 def test_prompts_read_together_fit_the_room_they_are_given(target, monkeypatch):
     """What is written ends with the buffers, of 256 places: the device would write on beyond them."""
-    write, ends = RowKVCache.update_and_fetch, []
-
-    def checked(cache, keys, values):
-        ends.append(int(cache.lengths.value.max().item()) + keys.shape[2])
-        assert ends[-1] <= cache.keys.shape[2] == cache.lengths.capacity
-        return write(cache, keys, values)
-
-    monkeypatch.setattr(RowKVCache, "update_and_fetch", checked)
+    ends = ends_of_writes(monkeypatch)
     Batch.reading(target, tiny_drafter(), [[5] * 257, [6] * 3])
     assert max(ends) == 256
 
@@ -237,14 +234,12 @@ def test_where_new_shapes_are_dear_prompts_are_read_in_few_shapes(target, drafte
         lane.session.tokens = lane.prompt[:-1]
     batch.begin(lanes)
     assert fed == [(6, 32)]
-    engine = Engine(target, drafter, policy=FixedGroup(WIDTH))
-    engine.join_all(batch)
-    tokens = {lane: [] for lane in lanes}
-    while engine.lanes:
-        for lane, step in engine.advance():
-            tokens[lane] += step.tokens
+    answers = Answers(target, drafter)
+    answers.join_read(batch)
+    answers.finish()
+    assert not answers.errors
     for lane in lanes:
-        assert tokens[lane] == text[len(lane.prompt) :][: lane.max_tokens]
+        assert answers.tokens[lane] == text[len(lane.prompt) :][: lane.max_tokens]
     monkeypatch.setattr(batches, "backend", lambda: replace(runtime.backend(), kind="metal"))
     assert batches.reading_shape(5, 40) == (5, 40)
 

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from tiny import FAMILIES, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
+from tiny import FAMILIES, ScriptedDrafter, ends_of_writes, plain_tokens, tiny_drafter, tiny_target
 
-from dflash_mlx.caches.rows import RowKVCache
 from dflash_mlx.decoding import batch as batches
 from dflash_mlx.decoding import decode as one_answer
 from dflash_mlx.decoding import engine as engines
@@ -96,14 +95,7 @@ def test_rounds_are_launched_ahead_and_are_the_same_rounds(target, lanes, replay
 def test_there_is_always_room(start, lanes, monkeypatch):
     """Whatever a round may keep, what it writes fits the buffers of both models: nothing checks that on the device."""
     target = tiny_target("llama")
-    write, ends = RowKVCache.update_and_fetch, []
-
-    def checked(cache, keys, values):
-        ends.append(int(cache.lengths.value.max().item()) + keys.shape[2])
-        assert ends[-1] <= cache.keys.shape[2] == cache.lengths.capacity
-        return write(cache, keys, values)
-
-    monkeypatch.setattr(RowKVCache, "update_and_fetch", checked)
+    ends = ends_of_writes(monkeypatch)
     prompt = [i % 40 for i in range(225)]
     text = prompt + plain_tokens(target, prompt, 110)
     drafter = ScriptedDrafter(tiny_drafter(block_size=16).config, dict(enumerate(text)))
