@@ -10,7 +10,7 @@ import typer
 from dflash_mlx.cli import options
 from dflash_mlx.cli.output import is_terminal, note, terminal_width
 from dflash_mlx.cli.prompt import at_keyboard
-from dflash_mlx.errors import UsageError
+from dflash_mlx.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from dflash_mlx.hub.disk import Item
@@ -93,7 +93,7 @@ def choose(items: "list[Item]", names: "tuple[str, ...] | list[str]") -> "list[I
     for name in names:
         if name.lower() not in by_name:
             close = difflib.get_close_matches(name.lower(), by_name, n=2, cutoff=0.5)
-            meant = f" Did you mean {' or '.join(by_name[found].name for found in close)}?" if close else ""
+            meant = did_you_mean([by_name[found].name for found in close])
             raise UsageError(f"nothing here is called {name!r}.{meant} `dflash-mlx cache list` shows what there is.")
     return list({name.lower(): by_name[name.lower()] for name in names}.values())
 

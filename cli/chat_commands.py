@@ -11,7 +11,7 @@ from dflash_mlx.cli import settings
 from dflash_mlx.cli.conversation import Conversation
 from dflash_mlx.cli.output import picture
 from dflash_mlx.cli.prompt import attachment
-from dflash_mlx.errors import UsageError
+from dflash_mlx.errors import UsageError, did_you_mean
 from dflash_mlx.hub.leftovers import write_atomically
 
 
@@ -52,8 +52,7 @@ def run(line: str, conversation: Conversation) -> str | Retry:
     command = _COMMANDS.get(name.lower())
     if command is None:
         close = difflib.get_close_matches(name.lower(), _COMMANDS, n=2, cutoff=0.6)
-        meant = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise UsageError(f"there is no command {name}.{meant} /help lists them.")
+        raise UsageError(f"there is no command {name}.{did_you_mean(close)} /help lists them.")
     return command(conversation, argument.strip())
 
 

@@ -4,6 +4,8 @@ Each message says what was expected, what was found and what to do next. The com
 line and exits with `exit_code`; every other exception is a bug of ours.
 """
 
+from collections.abc import Sequence
+
 
 class DFlashError(Exception):
     """Something the user or the caller can put right."""
@@ -42,6 +44,11 @@ class ContextError(PromptError):
             "shorten the prompt so that room is left for an answer."
         )
         self.tokens, self.limit = tokens, limit
+
+
+def did_you_mean(similar: Sequence[str]) -> str:
+    """A part of a message that offers similar names, with a space in front; empty where there are none."""
+    return f" Did you mean {' or '.join(similar)}?" if similar else ""
 
 
 # What a value of the wrong kind or size in a checkpoint's config.json leads to, where it is used.

@@ -23,7 +23,7 @@ from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.naming import is_drafter
-from dflash_mlx.hub.registry import ModelSource, find_pair, list_pairs, parse_source
+from dflash_mlx.hub.registry import ModelSource, find_pair, pair_called, parse_source
 from dflash_mlx.hub.resolve import UnknownTargetError, pair_for_target
 from dflash_mlx.kernels.few_rows import use_where_faster
 from dflash_mlx.policy.costs import load_or_measure
@@ -241,7 +241,7 @@ def _target_source(model: str) -> ModelSource:
     try:
         return parse_source(model)
     except UsageError:
-        if any(model.lower() in (spec.name, *spec.aliases) for spec in list_pairs()):
+        if pair_called(model) is not None:
             raise UsageError(f"{model} is a pair of target and drafter; load it with --pair {model}.") from None
         raise
 

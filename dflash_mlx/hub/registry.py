@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dflash_mlx.errors import DFlashError, UsageError
+from dflash_mlx.errors import DFlashError, UsageError, did_you_mean
 from dflash_mlx.hub.naming import base_name
 
 if sys.version_info >= (3, 11):
@@ -112,16 +112,21 @@ def list_pairs() -> list[PairSpec]:
     return list(_known_pairs())
 
 
+def pair_called(name: str) -> PairSpec | None:
+    """The pair with this name or alias (case does not matter), if there is one."""
+    wanted = name.strip().lower()
+    return next((pair for pair in _known_pairs() if wanted == pair.name or wanted in pair.aliases), None)
+
+
 def find_pair(name: str) -> PairSpec:
     """The pair called `name`, by its name or an alias (case does not matter). Raises UsageError with similar ones."""
-    wanted = name.strip().lower()
-    for pair in _known_pairs():
-        if wanted == pair.name or wanted in pair.aliases:
-            return pair
+    found = pair_called(name)
+    if found is not None:
+        return found
     names = {n: pair for pair in _known_pairs() for n in (*pair.aliases, pair.name, base_name(pair.base or pair.name))}
-    close = [names[n] for n in difflib.get_close_matches(base_name(wanted), names, n=4, cutoff=0.6)]
+    close = [names[n] for n in difflib.get_close_matches(base_name(name.strip().lower()), names, n=4, cutoff=0.6)]
     similar = [f"{p.name} ({', '.join(p.aliases)})" if p.aliases else p.name for p in dict.fromkeys(close)]
-    meant = f" Did you mean {' or '.join(similar[:3])}?" if similar else ""
+    meant = did_you_mean(similar[:3])
     raise UsageError(f"no pair is called {name!r}.{meant} `dflash-mlx models list --all` lists the pairs.")
 
 
