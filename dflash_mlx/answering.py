@@ -102,7 +102,7 @@ class Answering:
             before, started = sum(answer.unread for answer in answers), time.perf_counter()
             new = all(not answer.session.tokens for answer in answers)
             try:
-                if len(answers) > 1:
+                if self._in_rows(answers, chunk):
                     self._read_together(answers)
                 else:
                     self._read_chunk(answers[0], chunk)
@@ -160,6 +160,12 @@ class Answering:
         """Whether a prompt can be read in one pass with others: nothing of it is known, and nothing is to be copied."""
         fresh = not answer.session.tokens and answer.unread > 0
         return fresh and self.pair.target.takes_rows() and (answer.on_prompt_read is None or can_cut(answer.session))
+
+    def _in_rows(self, answers: Sequence[Answer], chunk: int) -> bool:
+        """Whether to read prompts as rows of a batch: several always, and one where such passes are replayed."""
+        first = answers[0]
+        alone = self.pair.target.replays and self._fits_together(first) and first.unread <= chunk
+        return len(answers) > 1 or alone
 
     def _read_together(self, answers: Sequence[Answer]) -> None:
         drafter = self._drafter_of(answers[0])

@@ -100,7 +100,7 @@ class BatchCaches:
         self.rows.lengths.value = at
         for state in self.rows.states:
             state.lengths = mx.array(list(counts))
-        _, features = model(tokens, self.rows.layers)
+        _, features = model.over(self.rows, tokens)
         for state in self.rows.states:
             state.lengths = None
         return features
