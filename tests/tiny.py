@@ -173,3 +173,12 @@ def ends_of_writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(RowKVCache, "update_and_fetch", checked)
     return ends
+
+
+def join(batch, *others):
+    """Rows, or caches of a batch, with the rows of others after their own."""
+    for other in others:
+        added, before = (rows.count if hasattr(rows, "count") else rows.rows.count for rows in (other, batch))
+        batch.add(added)
+        batch.take_over(other, range(before, before + added))
+    return batch

@@ -185,39 +185,43 @@ class Rows:
         missing = self.lengths.capacity - array.shape[2]
         return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing > 0 else array
 
-    def join(self, others: Sequence["Rows"], *, free: Sequence[int] = ()) -> None:
-        """Take over the rows of others: into rows that are `free` first, then as new ones."""
-        capacity = _stepped(max(rows.lengths.capacity for rows in (self, *others)))
-        for rows in (self, *others):
-            rows._grow(capacity)
-        free = list(free)[: sum(other.count for other in others)]
+    def add(self, count: int) -> None:
+        """Add so many rows that hold nothing."""
 
-        def merged(arrays: list[mx.array]) -> mx.array:
-            # No further reference to the first, so that what takes free rows is written in place.
-            own, theirs = arrays.pop(0), arrays
-            arriving = theirs[0] if len(theirs) == 1 else mx.concatenate(theirs)
-            for i, row in enumerate(free):
-                own[row : row + 1] = arriving[i : i + 1]
-            added = arriving[len(free) :]
-            return mx.concatenate([own, added]) if added.shape[0] else own
+        def longer(array: mx.array) -> mx.array:
+            return mx.pad(array, [(0, count), *[(0, 0)] * (array.ndim - 1)])
 
-        everything = [rows.take_arrays() for rows in (self, *others)]
-        result: list[mx.array] = []
-        while everything[0]:
-            result.append(merged([arrays.pop(0) for arrays in everything]))
-            if result[-1].nbytes > _LARGE:
-                # One by one, so that both copies of one is all that is ever held.
-                mx.eval(result[-1])
-        self.put_arrays(result)
-        for i, state in enumerate(self.states):
-            for j, array in enumerate(state.cache):
-                state.cache[j] = merged([array, *[other.states[i].cache[j] for other in others]])
-        self.lengths.value = merged([mx.array(self.lengths.value), *[other.lengths.value for other in others]])
-        starts = [start for other in others for start in other.starts]
-        for row, start in zip(free, starts, strict=False):
-            self.starts[row] = start
-        self.starts += starts[len(free) :]
+        arrays = self.take_arrays()
+        for i in range(len(arrays)):
+            arrays[i] = _computed(longer(arrays[i]))
+        self.put_arrays(arrays)
+        for state in self.states:
+            state.cache = [longer(array) for array in state.cache]
+        self.lengths.value = longer(self.lengths.value)
+        self.starts += [0] * count
         self._allocated = max(self._allocated, len(self.starts))
+
+    def take_over(self, other: "Rows", places: Sequence[int]) -> None:
+        """Take the rows of another, each into the place of one that holds nothing."""
+        capacity = _stepped(max(self.lengths.capacity, other.lengths.capacity))
+        self._grow(capacity)
+        other._grow(capacity)
+        runs = _runs(places)
+
+        def write(own: mx.array, arriving: mx.array) -> mx.array:
+            for to, start in runs:
+                own[to] = arriving[start : start + to.stop - to.start]
+            return own
+
+        arrays, theirs = self.take_arrays(), other.take_arrays()
+        for own in arrays:
+            _computed(write(own, theirs.pop(0)))
+        self.put_arrays(arrays)
+        for state, new in zip(self.states, other.states, strict=True):
+            state.cache = [write(mx.array(own), arriving) for own, arriving in zip(state.cache, new.cache, strict=True)]
+        self.lengths.value = write(mx.array(self.lengths.value), other.lengths.value)
+        for place, start in zip(places, other.starts, strict=True):
+            self.starts[place] = start
 
     def keep(self, rows: Sequence[int]) -> None:
         """Leave only these rows, in this order; cheap where few of them change their place."""
@@ -328,6 +332,25 @@ def _give(leaf: RowKVCache, row: int, length: int, origin: Any, start: int) -> N
         arrays = tuple(mx.contiguous(array[row : row + 1, :, : _stepped(length)]) for array in arrays)
     origin.keys, origin.values = arrays
     origin.offset = length
+
+
+def _computed(array: mx.array) -> mx.array:
+    """A large array is computed at once, so that one after the other is held twice, and not all of them."""
+    if array.nbytes > _LARGE:
+        mx.eval(array)
+    return array
+
+
+def _runs(places: Sequence[int]) -> list[tuple[slice, int]]:
+    """Places that follow each other, together: where they are written, and the number of the first one."""
+    runs: list[tuple[slice, int]] = []
+    for number, place in enumerate(places):
+        if runs and runs[-1][0].stop == place:
+            to, first = runs.pop()
+            runs.append((slice(to.start, place + 1), first))
+        else:
+            runs.append((slice(place, place + 1), number))
+    return runs
 
 
 def _stepped(positions: int) -> int:

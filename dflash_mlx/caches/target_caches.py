@@ -105,10 +105,15 @@ class BatchCaches:
             state.lengths = None
         return features
 
-    def join(self, others: Sequence["BatchCaches"], *, free: Sequence[int]) -> None:
-        """Take over the rows of others, between rounds; see `Rows.join`."""
+    def add(self, count: int) -> None:
+        """Add rows that hold nothing, between rounds."""
         assert not self._blocks
-        self.rows.join([other.rows for other in others], free=free)
+        self.rows.add(count)
+
+    def take_over(self, other: "BatchCaches", places: Sequence[int]) -> None:
+        """Take the rows of another into places that hold nothing, between rounds."""
+        assert not self._blocks
+        self.rows.take_over(other.rows, places)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Leave only these rows, between rounds."""
@@ -190,7 +195,8 @@ def works_with(
             caches = make_cache()
             model(mx.array(context), cache=caches)
             rows.append(Rows.of(caches, context.shape[1]))
-        rows[0].join(rows[1:])
+        rows[0].add(1)
+        rows[0].take_over(rows[1], [1])
         batch = BatchCaches(rows[0], layers)
         at = mx.array([context.shape[1] for context in contexts], dtype=mx.int32)
         logits, _ = batch.feed(forward, mx.array(block), at=at, room=16)

@@ -110,20 +110,25 @@ class Batch:
         """Whether the rows can stay as they are, those included whose lanes have left."""
         return len(self.rows) == self._wanted_rows()
 
-    def _wanted_rows(self) -> int:
+    def _wanted_rows(self, arriving: int = 0) -> int:
         """How many rows there should be: those that are free stay for a while, since another lane may come."""
-        wanted = rows_for(len(self.lanes))
-        return max(wanted, len(self.rows)) if self._rounds_unused < _ROUNDS_UNUSED else wanted
+        wanted = rows_for(len(self.lanes) + arriving)
+        return max(wanted, len(self.rows)) if arriving or self._rounds_unused < _ROUNDS_UNUSED else wanted
 
     def arrange(self, arriving: Sequence["Batch"]) -> list[int]:
-        """Put the rows in order between rounds: new ones take the place of those that are free, or follow the others.
+        """Put the rows in order between rounds: there are as many as there should be, and new lanes take free ones.
 
         Returns which of the rows that there were are left, in their order.
         """
         before = len(self.rows)
+        if not self.rows and arriving:
+            vars(self).update(vars(arriving[0]))
+            arriving = arriving[1:]
+        count = self._wanted_rows(sum(len(other.rows) for other in arriving))
+        if count > len(self.rows):
+            self._add(count - len(self.rows))
         for other in arriving:
-            self._take_in(other)
-        count = self._wanted_rows()
+            self._take_over(other)
         if len(self.rows) <= count:
             return list(range(before))
         # Rows without a lane go, the last ones first, until as many are left as there should be; those after take
@@ -135,24 +140,29 @@ class Batch:
         self._keep(kept)
         return [row for row in kept if row < before]
 
-    def _take_in(self, other: "Batch") -> None:
-        if not self.rows:
-            vars(self).update(vars(other))
-            return
+    def _add(self, count: int) -> None:
+        """Add rows without lanes."""
+        assert isinstance(self.caches, BatchCaches)
+        self.caches.add(count)
+        if self.state is not None:
+            self.state.add(count)
+        self.at, self.anchors = mx.pad(self.at, (0, count)), mx.pad(self.anchors, (0, count))
+        self.rows += [None] * count
+        self.bounds += [0] * count
+
+    def _take_over(self, other: "Batch") -> None:
+        """Let the lanes of another take the first rows that are free."""
         assert isinstance(self.caches, BatchCaches)
         assert isinstance(other.caches, BatchCaches)
-        free = [row for row, lane in enumerate(self.rows) if lane is None][: len(other.rows)]
-        added = len(other.rows) - len(free)
-        numbers = [*free, *range(len(self.rows), len(self.rows) + added)]
-        self.caches.join([other.caches], free=free)
+        places = [row for row, lane in enumerate(self.rows) if lane is None][: len(other.rows)]
+        self.caches.take_over(other.caches, places)
         if self.state is not None:
-            self.state.join([other.state], free=free)
-        self.at = _placed(self.at, other.at, numbers)
-        self.anchors = _placed(self.anchors, other.anchors, numbers)
-        self.rows += [None] * added
-        self.bounds += [0] * added
-        for row, lane, bound in zip(numbers, other.rows, other.bounds, strict=True):
-            self.rows[row], self.bounds[row] = lane, bound
+            self.state.take_over(other.state, places)
+        index = mx.array(places)
+        self.at, self.anchors = mx.array(self.at), mx.array(self.anchors)
+        self.at[index], self.anchors[index] = other.at, other.anchors
+        for place, lane, bound in zip(places, other.rows, other.bounds, strict=True):
+            self.rows[place], self.bounds[place] = lane, bound
 
     @classmethod
     def of(cls, lane: Lane, drafter: DFlashDrafter | None) -> "Batch":
@@ -236,11 +246,3 @@ def open_caches(session: Session) -> TargetCaches:
         return SingleCaches(session.target_cache, session.rollback)
     session.fill_empty()
     return BatchCaches(Rows.of(session.target_cache, len(session.tokens)), target.layers)
-
-
-def _placed(own: mx.array, values: mx.array, rows: Sequence[int]) -> mx.array:
-    """(B,) with values (n,) in these rows, of which those from B on are new."""
-    added = max(0, max(rows) + 1 - own.shape[0])
-    placed = mx.pad(own, (0, added)) if added else mx.array(own)
-    placed[mx.array(list(rows))] = values.astype(own.dtype)
-    return placed

@@ -91,8 +91,11 @@ class DraftState(Protocol):
     def layers(self) -> list[Any]:
         """The caches of all rows, with everything that was kept so far."""
 
-    def join(self, others: Sequence[Any], *, free: Sequence[int]) -> None:
-        """Take over the rows of others, as `caches.rows.Rows.join` does."""
+    def add(self, count: int) -> None:
+        """Add rows that hold nothing."""
+
+    def take_over(self, other: Any, places: Sequence[int]) -> None:
+        """Take the rows of another, each into the place of one that holds nothing."""
 
     def keep(self, rows: Sequence[int]) -> None:
         """Leave only these rows, in this order."""

@@ -85,10 +85,14 @@ class DFlashState:
         self.absorb()
         return self.rows.layers
 
-    def join(self, others: Sequence["DFlashState"], *, free: Sequence[int]) -> None:
-        for state in (self, *others):
-            state.absorb()
-        self.rows.join([other.rows for other in others], free=free)
+    def add(self, count: int) -> None:
+        self.absorb()
+        self.rows.add(count)
+
+    def take_over(self, other: "DFlashState", places: Sequence[int]) -> None:
+        self.absorb()
+        other.absorb()
+        self.rows.take_over(other.rows, places)
 
     def keep(self, rows: Sequence[int]) -> None:
         self.absorb()

@@ -5,7 +5,7 @@ import random
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import RotatingKVCache
-from tiny import VOCAB, plain_tokens
+from tiny import VOCAB, join, plain_tokens
 from tiny_families import family_target, unavailable
 
 from dflash_mlx.caches.recurrence import Recorder
@@ -96,7 +96,7 @@ def test_rows_that_keep_different_parts_equal_each_row_fed_alone(family):
     texts = [[rng.randrange(VOCAB) for _ in range(start + FED)] for start in starts]
     expected = [fed_cache(target, text[: n + keep]) for text, n, keep in zip(texts, starts, kept, strict=True)]
     batch, *others = [Rows.of(fed_cache(target, text[:n]), n) for text, n in zip(texts, starts, strict=True)]
-    batch.join(others)
+    join(batch, *others)
     before = [list(state.cache) for state in batch.states]
     recorder = Recorder(target.layers)
     with recorder.recording(batch.states) as recording:

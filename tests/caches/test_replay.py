@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny import VOCAB, tiny_drafter, tiny_target
+from tiny import VOCAB, join, tiny_drafter, tiny_target
 from tiny_families import family_target, unavailable
 
 from dflash_mlx.caches.replay import Replayed
@@ -30,7 +30,7 @@ def rows_of(target, lengths=LENGTHS):
         session.feed(np.array(tokens_of(i, length)).tolist())
         rows.append(Rows.of(session.target_cache, length))
     if len(rows) > 1:
-        rows[0].join(rows[1:])
+        join(*rows)
     return BatchCaches(rows[0], target.layers)
 
 

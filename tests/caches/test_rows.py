@@ -5,7 +5,7 @@ import itertools
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
-from tiny import VOCAB, tiny_target
+from tiny import VOCAB, join, tiny_target
 from tiny_families import WINDOW, family_target, unavailable
 
 from dflash_mlx.caches.rows import RowKVCache, RowLengths, Rows, fits
@@ -83,7 +83,7 @@ def test_a_window_counts_from_each_rows_length():
 def test_rows_of_different_lengths_are_each_computed_as_alone(target):
     """Two blocks, one after the other, of rows from one position to more than a window and a step of growth."""
     batch = rows_of(target, PROMPTS[0])
-    batch.join([rows_of(target, prompt) for prompt in PROMPTS[1:]])
+    join(batch, *[rows_of(target, prompt) for prompt in PROMPTS[1:]])
     assert batch.count == 5
     blocks = [[(token + row) % VOCAB for token in BLOCK] for row in range(5)]
     found = forward(target, batch, *blocks)
@@ -97,11 +97,12 @@ def test_rows_come_and_go(target):
     """A new answer takes a free row, another a new one, and what stays is put in another order."""
     a, b, c, d, e = PROMPTS
     batch = rows_of(target, a)
-    batch.join([rows_of(target, b), rows_of(target, e)])
+    join(batch, rows_of(target, b), rows_of(target, e))
     forward(target, batch, *[BLOCK] * 3)
     several = rows_of(target, c)
-    several.join([rows_of(target, d)])
-    batch.join([several], free=[1])
+    join(several, rows_of(target, d))
+    batch.add(1)
+    batch.take_over(several, [1, 3])
     assert batch.count == 4
     found = forward(target, batch, *[MORE] * 4)
     for row, pieces in enumerate([(a, BLOCK), (c,), (e, BLOCK), (d,)]):
@@ -118,12 +119,14 @@ ODD = (PROMPTS[4], PROMPTS[3] * 5)
 
 
 @pytest.mark.parametrize("pair", list(itertools.permutations([LITTLE, MUCH, ODD], 2)))
-@pytest.mark.parametrize("free", [[], [0]])
+@pytest.mark.parametrize("free", [False, True])
 def test_rows_with_any_room_join(pair, free):
     target = tiny_target("llama")
     first, second = (Rows.of(filled(target, *pieces), sum(map(len, pieces))) for pieces in pair)
-    first.join([second], free=free)
+    if not free:
+        first.add(1)
     number = 0 if free else 1
+    first.take_over(second, [number])
     first.reserve(700)
     found = forward(target, first, *[BLOCK] * first.count)
     assert_close(found[number : number + 1], alone(target, *pair[1], BLOCK))
@@ -168,9 +171,9 @@ def test_what_took_a_free_row_can_be_given_back(gone, new):
     """Windows of the row that left began elsewhere."""
     target = family_target("llama, sliding")
     batch = rows_of(target, PROMPTS[1])
-    batch.join([rows_of(target, PROMPTS[gone])])
+    join(batch, rows_of(target, PROMPTS[gone]))
     usual = filled(target, PROMPTS[new])
-    batch.join([Rows.of(usual, len(PROMPTS[new]))], free=[1])
+    batch.take_over(Rows.of(usual, len(PROMPTS[new])), [1])
     batch.reserve(400)
     forward(target, batch, BLOCK, BLOCK[::-1])
     batch.give_back(1, len(PROMPTS[new] + BLOCK), usual)
@@ -203,7 +206,7 @@ def test_give_back_makes_usual_caches_again(target, prompt):
         batch = Rows.of(usual, len(prompt))
         batch.reserve(400)
         if others:
-            batch.join([rows_of(target, other) for other in others])
+            join(batch, *[rows_of(target, other) for other in others])
         forward(target, batch, *[BLOCK] * (1 + len(others)))
         kept = BLOCK if batch.states else BLOCK[:5]
         batch.give_back(0, len(prompt) + len(kept), usual, states=states_of(batch))
@@ -221,7 +224,7 @@ def test_what_was_given_back_can_be_taken_again(family):
     usual = filled(target, *pieces)
     for _ in range(4):
         batch = Rows.of(usual, sum(map(len, pieces)))
-        batch.join([rows_of(target, PROMPTS[3])])
+        join(batch, rows_of(target, PROMPTS[3]))
         batch.reserve(400)
         found = forward(target, batch, BLOCK, BLOCK)
         assert_close(found[:1], alone(target, *pieces, BLOCK))

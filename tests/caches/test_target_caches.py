@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
-from tiny import FAMILIES, VOCAB, tiny_target
+from tiny import FAMILIES, VOCAB, join, tiny_target
 from tiny_families import family_target, unavailable
 
 from dflash_mlx.caches.rows import Rows
@@ -50,7 +50,7 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("target", IN_ROWS, indirect=True)
 def test_each_row_keeps_its_own_part_of_a_block(target):
     batch, *others = [open_caches(session_with(target, prompt)) for prompt in PROMPTS]
-    batch.join(others, free=())
+    join(batch, *others)
     at = [len(prompt) for prompt in PROMPTS]
     feed(target, batch, *[BLOCK] * 3, at=at)
     batch.commit(len(BLOCK), KEPT)

@@ -299,8 +299,24 @@ def test_the_width_is_chosen_by_the_lanes_that_there_are(target, drafter, text, 
     while len(answers.engine.lanes) > 2:
         answers.advance()
     answers.advance()
-    assert answers.engine._batch.rows.count(None) == 1
+    assert answers.engine._batch.rows.count(None) == 2
     assert answers.engine.policy.asked == 2
+
+
+def test_there_are_few_numbers_of_rows_where_each_has_to_be_compiled(target, drafter, text, monkeypatch):
+    """Those beyond the lanes are free from the beginning, and lanes that join take them."""
+    monkeypatch.setattr(batches, "rows_for", lambda lanes: -(-lanes // 4) * 4)
+    lanes = [lane_of(target, drafter, text[: 3 + i], max_tokens=30 - i) for i in range(6)]
+    answers, seen = Answers(target, drafter, *lanes[:3]), []
+    for later in ([], lanes[3:4], lanes[4:], []):
+        answers.join(*later)
+        answers.advance(2)
+        seen.append(len(answers.engine._batch.rows))
+        assert answers.engine._batch.is_arranged
+    assert seen == [4, 4, 8, 8]
+    answers.finish()
+    for lane, tokens in answers.tokens.items():
+        assert tokens == text[len(lane.prompt) :][: lane.max_tokens]
 
 
 class Guide:
@@ -407,7 +423,7 @@ def test_an_error_while_lanes_are_taken_in_resets_all_sessions(target, drafter, 
     answers = Answers(target, drafter, *lanes)
     answers.advance(2)
     answers.join(*late)
-    monkeypatch.setattr(Rows, "join", failing)
+    monkeypatch.setattr(Rows, "take_over", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         answers.finish()
     check_empty(answers.engine, [*lanes, *late])
