@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import BRANCHES, rank, wide_sizes
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash_state import DFlashState
+from dflash_mlx.policy.group import rising
 from dflash_mlx.policy.stored import fingerprint, read_json, store
 from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.policy.width import STEEP, FixedWidth, RoundCosts
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 9
+_SCHEMA = 10
 _PROMPT_TOKENS = 64
 # Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and as many as take `_SECONDS_A_WIDTH` when nothing
 # stalls; a GPU stalls at first, while it compiles.
@@ -52,11 +54,33 @@ def load_or_measure(
         report("measuring this machine (once for this pair)", None)
     costs = measure(target, drafter, block_size=block_size)
     if not plausible(costs):
-        costs = measure(target, drafter, block_size=block_size)
+        costs = least(costs, measure(target, drafter, block_size=block_size))
     # What other work on the machine has spoilt serves for now, and is not remembered.
-    if plausible(costs):
+    good, costs = plausible(costs), _smoothed(costs)
+    if good:
         store(name, {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None})
     return costs
+
+
+def least(first: PairCosts, second: PairCosts) -> PairCosts:
+    """The second measurement, with the lower figure for each round: other work, and compiling, only add time."""
+
+    def lower(old: RoundCosts | None, new: RoundCosts | None) -> RoundCosts | None:
+        if old is None or new is None or old.steep != new.steep:
+            return new
+        known, seconds = old.round_seconds, new.round_seconds
+        return replace(new, round_seconds={width: min(s, known.get(width, s)) for width, s in seconds.items()})
+
+    return PairCosts(lower(first.chains, second.chains) or second.chains, lower(first.trees, second.trees))
+
+
+def _smoothed(costs: PairCosts) -> PairCosts:
+    """With figures that never fall: a wider round does not take less time."""
+
+    def smooth(kind: RoundCosts) -> RoundCosts:
+        return replace(kind, round_seconds=rising(kind.round_seconds))
+
+    return PairCosts(smooth(costs.chains), smooth(costs.trees) if costs.trees else None)
 
 
 def plausible(costs: PairCosts) -> bool:

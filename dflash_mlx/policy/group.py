@@ -15,12 +15,11 @@ import numpy as np
 from dflash_mlx.decoding.policies import RoundReport
 from dflash_mlx.decoding.tree import Candidates
 from dflash_mlx.policy.pauses import Pauses
-from dflash_mlx.policy.width import FADE, HYSTERESIS, AcceptanceEstimate
+from dflash_mlx.policy.width import FADE, FEW_WIDTHS, HYSTERESIS, AcceptanceEstimate
 
 # From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait: the
 # host has much to do for many lanes, and then does it while the device is idle.
 _STEEP = 2.0
-_STEADY_WIDTHS = (1, 3, 7, 15)
 # After so many rounds whose drafts were not worth it, so many are made without drafting; more each time.
 _MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 16, 256
 
@@ -170,7 +169,7 @@ class GroupWidth:
             self._unused, self._rest, self._next_rest = 0, self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
 
     def _speeds(self, lanes: int) -> dict[int, float]:
-        """Expected tokens a second of a lane, by width. Few widths, since a GPU may compile anew for each."""
+        """Expected tokens a second of a lane, by width."""
         expected = self.estimate.expected_tokens(self.places)
-        widths = {min(width, self.places) for width in _STEADY_WIDTHS}
+        widths = {min(width, self.places) for width in FEW_WIDTHS}
         return {width: expected[width] / self.costs.round(lanes, width) for width in sorted(widths)}

@@ -28,6 +28,8 @@ _PRIOR_WEIGHT, _PRIOR_RATE = 2.0, 0.75
 HYSTERESIS = 1.03
 # From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait.
 STEEP = 1.25
+# Where width costs little, these widths are enough, and a GPU may compile anew for each.
+FEW_WIDTHS = (1, 3, 7, 15)
 
 
 @dataclass
@@ -191,7 +193,8 @@ class SteadyWidth:
     def _speeds(self) -> dict[int, float]:
         """Expected tokens a second by width."""
         expected = self.estimate.expected_tokens(self.widest)
-        return {width: expected[width] / self.costs.round(width) for width in range(1, self.widest + 1)}
+        widths = sorted({min(width, self.widest) for width in FEW_WIDTHS})
+        return {width: expected[width] / self.costs.round(width) for width in widths}
 
 
 class ConfidentWidth:
@@ -201,6 +204,9 @@ class ConfidentWidth:
     product of its probabilities, and the chances of all drafts add up to the number that is kept. A round should
     maximize expected tokens - speed * seconds, where speed is the answer's tokens a second so far (the rule that
     maximizes tokens a second in the long run).
+
+    Where width costs little, all places are drafted, and only numbers of drafts are verified that were measured: a GPU
+    may compile anew for each.
     """
 
     reads_confidence = True
@@ -227,7 +233,7 @@ class ConfidentWidth:
         if self.pauses.take_rest():
             return 0
         # Drafting costs time too: not much further than drafts were lately.
-        return min(self.places, max(self._depths) + 3)
+        return min(self.places, max(self._depths) + 3) if self.costs.steep else self.places
 
     def choose(self, candidates: Candidates) -> DraftTree:
         drafted = candidates.depth
@@ -241,7 +247,7 @@ class ConfidentWidth:
             nodes.append(node)
             expected += node.chance
             value = expected - speed * self.costs.round(len(nodes), drafted=drafted)
-            if value > highest:
+            if value > highest and (self.costs.steep or len(nodes) in self.costs.round_seconds):
                 best, highest = len(nodes), value
         tree = DraftTree.of(nodes[:best], candidates)
         self.expected = 1.0 + sum(node.chance for node in nodes[:best])
