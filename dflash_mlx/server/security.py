@@ -15,7 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_mlx.server.failures import Failure
 
-OPEN_ROUTES = frozenset({"/health"})
+# What needs no key: whether the server works, and the page's files, which hold no secret.
+OPEN_ROUTES = frozenset({"/", "/health"})
+OPEN_FOLDER = "/page/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ class Guard:
             await _preflight(headers, cors)(scope, receive, send)
             return
         scope["dflash.owner"] = ""
-        if scope["path"] not in OPEN_ROUTES:
+        if scope["path"] not in OPEN_ROUTES and not scope["path"].startswith(OPEN_FOLDER):
             owner = self.policy.owner(presented_key(headers))
             if owner is None:
                 text = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
