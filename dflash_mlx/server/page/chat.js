@@ -88,6 +88,8 @@ export class Chat {
     this.toEnd();
     this.strip.begin();
     this.aborter = new AbortController();
+    conversation.updated = Date.now();
+    this.keep(conversation);
     this.actions.changed();
     // The button that was pressed may have gone with the old answer.
     if (document.activeElement === document.body) byId("send").focus({ preventScroll: true });

@@ -82,7 +82,7 @@ function quote(lines, at, depth) {
   let end = at;
   for (; end < lines.length; end++) {
     if (QUOTE.test(lines[end])) inside.push(lines[end].replace(QUOTE, ""));
-    else if (isBlank(lines[end]) || isBlank(inside.at(-1)) || interrupts(lines, end)) break;
+    else if (isBlank(lines[end]) || isBlank(inside.at(-1)) || beginsBlock(lines[end])) break;
     else inside.push(lines[end]);
   }
   return { end, make: () => h("blockquote", {}, ...parse(inside, depth + 1).map((block) => block.make())) };
@@ -125,7 +125,7 @@ function listItem(lines, at, found) {
       if (inside.length === 1 && isBlank(inside[0])) break; // an item may begin with one blank line at most
       inside.push("");
     } else if (line.length - line.trimStart().length >= width) inside.push(line.slice(width));
-    else if (isBlank(inside.at(-1)) || interrupts(lines, next) || FENCE.test(inside.at(-1))) break;
+    else if (isBlank(inside.at(-1)) || beginsBlock(line)) break;
     else inside.push(line);
   }
   let end = next;
@@ -157,7 +157,7 @@ function table(lines, at) {
   const head = cells(lines[at]);
   const sides = cells(lines[at + 1]).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : ""));
   let end = at + 2;
-  while (end < lines.length && !isBlank(lines[end]) && !interrupts(lines, end)) end++;
+  while (end < lines.length && !isBlank(lines[end]) && !beginsBlock(lines[end])) end++;
   const row = (tag, texts) =>
     h("tr", {}, ...head.map((_, i) => h(tag, { class: sides[i] || null }, ...inline(texts[i] ?? ""))));
   const make = () => {
@@ -169,16 +169,20 @@ function table(lines, at) {
 }
 
 /** Whether a line ends the paragraph before it. */
-function interrupts(lines, at) {
-  const line = lines[at];
+function interrupts(line) {
   const item = ITEM.exec(line);
   const startsList = item && !isBlank(line.slice(item[0].length)) && (!/^\d/.test(item[2]) || parseInt(item[2], 10) === 1);
   return Boolean(startsList) || QUOTE.test(line) || HEADING.test(line) || RULE.test(line) || fence([line], 0) !== null;
 }
 
+/** Whether a line ends an item, a quote or a table before it; to begin a list there, any item will do. */
+function beginsBlock(line) {
+  return ITEM.test(line) || interrupts(line);
+}
+
 function paragraph(lines, at) {
   let end = at + 1;
-  while (end < lines.length && !isBlank(lines[end]) && !interrupts(lines, end) && !startsTable(lines, end)) end++;
+  while (end < lines.length && !isBlank(lines[end]) && !interrupts(lines[end]) && !startsTable(lines, end)) end++;
   const text = lines.slice(at, end).map((line) => line.trimStart()).join("\n").trimEnd();
   return { end, make: () => h("p", {}, ...inline(text)) };
 }

@@ -15,7 +15,7 @@ export class SettingsDialog {
     this.fields = this.dialog.querySelector("form").elements;
     byId("settings-slot").replaceWith(button("gear", { label: "Settings", id: "open-settings" }, () => this.open()));
     byId("settings-close-slot").replaceWith(button("close", { label: "Close" }, () => this.dialog.close()));
-    this.dialog.addEventListener("input", () => this.read());
+    for (const event of ["input", "change"]) this.dialog.addEventListener(event, () => this.read());
     this.dialog.addEventListener("submit", (event) => {
       event.preventDefault(); // Enter in a field
       this.dialog.close();

@@ -19,7 +19,7 @@ export class Sidebar {
     };
     byId("new-slot").replaceWith(button("plus", { text: "New conversation", id: "new" }, start));
     byId("shade").addEventListener("click", () => this.toggle(false));
-    this.element.addEventListener("keydown", (event) => {
+    document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.isOpen) {
         event.stopPropagation();
         this.toggle(false);
