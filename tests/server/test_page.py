@@ -85,7 +85,6 @@ def test_every_file_has_the_strict_headers(client):
         assert policy == FORBIDDEN | OWN_ONLY
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
-        assert headers["cross-origin-opener-policy"] == "same-origin"
 
 
 def test_a_file_is_sent_again_only_when_it_has_changed(client):
