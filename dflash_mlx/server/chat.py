@@ -57,7 +57,7 @@ class ChatRequest:
     schema: dict[str, Any] | None
     stream: bool
     include_usage: bool
-    rounds: bool
+    rounds: bool = False
     ending: str = ANSWER
 
 
