@@ -240,6 +240,21 @@ def test_stop_retry_and_edit(visit):
         assert browser.texts(".bubble") == ["first!"]
 
 
+def test_a_question_after_one_without_an_answer(visit):
+    """They are sent as one: many chat templates want question and answer to take turns."""
+    worker = FakeWorker(delay=60)
+    with running(worker) as server:
+        browser = visit(server)
+        ask(browser, "first")
+        browser.until(lambda: worker.jobs)
+        browser.type(ESCAPE)
+        wait_for_answers(browser, 1)
+        worker.delay = 0.0
+        ask(browser, "second")
+        wait_for_answers(browser, 2)
+        assert prompt_of(worker.jobs[-1]) == '[user]first\n\nsecond""\n'
+
+
 def test_settings_reach_the_server(visit):
     with running(names=("fake", "other")) as server:
         browser = visit(server)

@@ -65,7 +65,7 @@ export class Chat {
   async retry(at) {
     await this.stop();
     const [old] = this.conversation.messages.splice(at);
-    return this.run(old.speed ? { speed: old.speed, draft: old.draft } : null);
+    return this.run(old?.speed ? { speed: old.speed, draft: old.draft } : null);
   }
 
   /** Stop the answer that is being made, and resolve when it has stopped. What has come of it stays. */
@@ -82,7 +82,8 @@ export class Chat {
   async makeAnswer(before) {
     const { conversation } = this;
     const body = requestFor(conversation);
-    const message = { role: "assistant", content: "", reasoning: "", rounds: [], draft: conversation.settings.draft, before, pending: true };
+    const { draft } = conversation.settings;
+    const message = { role: "assistant", content: "", reasoning: "", rounds: [], draft, before, pending: true };
     conversation.messages.push(message);
     const view = this.show();
     this.toEnd();
@@ -120,8 +121,6 @@ export class Chat {
       this.strip.begin();
       await this.follow(body, message, view).catch((again) => this.failed(again, message, body, view));
     }
-    // The server's figures come at the end; an answer that was cut short has those of the strip.
-    if (!message.speed) message.speed = this.strip.speed ?? null;
   }
 
   /** Put what the server sends into the message, and show it. */
@@ -133,6 +132,7 @@ export class Chat {
         drafted = round.accepted > 0;
         message.rounds.push([round.tokens, round.drafted, round.accepted]);
         this.strip.add(message.rounds.at(-1));
+        message.speed = this.strip.speed; // until the server's own figure comes, at the end
       }
       const [choice] = chunk.choices;
       if (choice) {
@@ -169,15 +169,21 @@ export class Chat {
 /** The body of a request for the next answer. */
 export function requestFor({ settings, messages }) {
   const { system, model, temperature, top_p, max_tokens, seed, reasoning, draft } = settings;
-  const said = messages.filter((message) => message.role === "user" || message.content);
+  const said = system.trim() ? [{ role: "system", content: system }] : [];
+  for (const { role, content } of messages) {
+    // Two questions follow each other where an answer was stopped before it began; many templates want turns.
+    if (role === said.at(-1)?.role) said.at(-1).content += `\n\n${content}`;
+    else if (role === "user" || content) said.push({ role, content });
+  }
   const body = {
-    messages: [...(system.trim() ? [{ role: "system", content: system }] : []), ...said.map(({ role, content }) => ({ role, content }))],
+    messages: said,
     stream: true,
     stream_options: { include_usage: true },
     dflash: { draft, rounds: true },
   };
   if (model) body.model = model;
-  for (const [name, value] of Object.entries({ temperature, top_p, max_tokens, seed })) if (value !== null) body[name] = value;
+  const numbers = Object.entries({ temperature, top_p, max_tokens, seed });
+  for (const [name, value] of numbers) if (value !== null) body[name] = value;
   if (reasoning) body.enable_thinking = reasoning === "on";
   return body;
 }

@@ -1,11 +1,21 @@
-// The inside of a paragraph: emphasis, code, links. The rules are CommonMark's, without HTML and reference links; what a
-// browser would fetch by itself, such as pictures, becomes a link.
+// The inside of a paragraph: emphasis, code, links. The rules are CommonMark's, without HTML and reference links; what
+// a browser would fetch by itself, such as pictures, becomes a link.
 
 import { h } from "./dom.js";
 
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 const ESCAPABLE = /[!-/:-@[-`{-~]/;
-const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", hellip: "…", mdash: "—", ndash: "–" };
+const ENTITIES = {
+  amp: "&",
+  lt: "<",
+  gt: ">",
+  quot: '"',
+  apos: "'",
+  nbsp: "\u00a0",
+  hellip: "…",
+  mdash: "—",
+  ndash: "–",
+};
 const ADDRESS = /https?:\/\/[^\s<>"`]+/y;
 const LONGEST = 50000; // longer paragraphs are shown as they are
 
@@ -19,8 +29,9 @@ class Scanner {
   constructor(text) {
     this.text = text;
     this.at = 0;
-    // Strings, elements, and runs of delimiters: { char, count, length, opens, closes } or { bracket, active, end }.
+    // Strings, elements, and what may become elements: { char, count, length, opens, closes } or { bracket, active }.
     this.tokens = [];
+    this.brackets = []; // the places in `tokens` of brackets that may still begin a link
   }
 
   nodes() {
@@ -31,16 +42,28 @@ class Scanner {
   step() {
     const { text, at } = this;
     switch (text[at]) {
-      case "\\": return this.escape();
-      case "`": return this.code();
-      case "<": return this.angled();
-      case "&": return this.entity();
-      case "\n": return this.lineEnd();
-      case "*": case "_": case "~": return this.delimiters();
-      case "[": return this.open("[");
-      case "]": return this.close();
-      case "!": return text[at + 1] === "[" ? this.open("![") : this.plain(1);
-      case "h": return this.address();
+      case "\\":
+        return this.escape();
+      case "`":
+        return this.code();
+      case "<":
+        return this.angled();
+      case "&":
+        return this.entity();
+      case "\n":
+        return this.lineEnd();
+      case "*":
+      case "_":
+      case "~":
+        return this.delimiters();
+      case "[":
+        return this.open("[");
+      case "]":
+        return this.close();
+      case "!":
+        return text[at + 1] === "[" ? this.open("![") : this.plain(1);
+      case "h":
+        return this.address();
       default: {
         const rest = /[\\`<&\n*_~[\]!h]/g;
         rest.lastIndex = at + 1;
@@ -69,7 +92,7 @@ class Scanner {
     const inside = this.at + fence.length;
     const runs = /`+/g;
     runs.lastIndex = inside;
-    for (let found; (found = runs.exec(this.text)); ) {
+    for (let found; (found = runs.exec(this.text));) {
       if (found[0].length !== fence.length) continue;
       let code = this.text.slice(inside, found.index).replaceAll("\n", " ");
       if (/^ .*[^ ].* $/.test(code) || /^ [^ ] $/.test(code)) code = code.slice(1, -1);
@@ -88,7 +111,13 @@ class Scanner {
     if (!found) return this.plain(1);
     const number = found[1] ? Number(found[1]) : parseInt(found[2] ?? "", 16);
     const valid = number > 0 && number <= 0x10ffff && !(number >= 0xd800 && number <= 0xdfff);
-    const char = found[3] ? (Object.hasOwn(ENTITIES, found[3]) ? ENTITIES[found[3]] : found[0]) : valid ? String.fromCodePoint(number) : "\ufffd";
+    const char = found[3]
+      ? Object.hasOwn(ENTITIES, found[3])
+        ? ENTITIES[found[3]]
+        : found[0]
+      : valid
+        ? String.fromCodePoint(number)
+        : "\ufffd";
     return this.put(char, found[0].length);
   }
 
@@ -112,8 +141,10 @@ class Scanner {
     if (char === "~" && count !== 2) return this.plain(count);
     const before = at ? lastChar(text, at) : " ";
     const after = end < text.length ? String.fromCodePoint(text.codePointAt(end)) : " ";
-    const spaceBefore = /\s/.test(before), spaceAfter = /\s/.test(after);
-    const signBefore = PUNCTUATION.test(before), signAfter = PUNCTUATION.test(after);
+    const spaceBefore = /\s/.test(before),
+      spaceAfter = /\s/.test(after);
+    const signBefore = PUNCTUATION.test(before),
+      signAfter = PUNCTUATION.test(after);
     const left = !spaceAfter && (!signAfter || spaceBefore || signBefore);
     const right = !spaceBefore && (!signBefore || spaceAfter || signAfter);
     const opens = char === "_" ? left && (!right || signBefore) : left;
@@ -122,18 +153,15 @@ class Scanner {
   }
 
   open(bracket) {
+    this.brackets.push(this.tokens.length);
     this.put({ bracket, active: true }, bracket.length);
   }
 
   close() {
-    const start = this.tokens.findLastIndex((token) => token.bracket && !token.dead);
+    const start = this.brackets.pop();
     const opener = this.tokens[start];
-    if (!opener) return this.plain(1);
-    const found = opener.active ? destination(this.text, this.at + 1) : null;
-    if (!found) {
-      opener.dead = true;
-      return this.plain(1);
-    }
+    const found = opener?.active ? destination(this.text, this.at + 1) : null;
+    if (!found) return this.plain(1);
     const inside = finished(this.tokens.splice(start + 1));
     this.tokens.pop();
     // No links in links.
@@ -145,12 +173,11 @@ class Scanner {
   address() {
     ADDRESS.lastIndex = this.at;
     const wordBefore = this.at > 0 && /[\p{L}\p{N}]/u.test(this.text[this.at - 1]);
-    const inLabel = this.tokens.some((token) => token.bracket && !token.dead);
-    const found = wordBefore || inLabel ? null : ADDRESS.exec(this.text);
+    const found = wordBefore || this.brackets.length ? null : ADDRESS.exec(this.text);
     if (!found) return this.plain(1);
     let address = found[0].replace(/[*_~]+$/, "");
     // A full stop or bracket after an address is the sentence's.
-    for (let shorter; address !== (shorter = withoutEnd(address)); ) address = shorter;
+    for (let shorter; address !== (shorter = withoutEnd(address));) address = shorter;
     return this.put(link(address, [address]), address.length);
   }
 }
@@ -168,9 +195,10 @@ function withoutEnd(address) {
 
 /** What stands in the brackets after a link's text: its address, and where they end. */
 function destination(text, at) {
-  const found = /^\(\s*(?:<([^<>\n]*)>|((?:[^\s()\\]|\\.|\((?:[^\s()\\]|\\.)*\))*))(?:\s+(?:"[^"]*"|'[^']*'))?\s*\)/.exec(
-    text.slice(at, at + 4000),
-  );
+  const found =
+    /^\(\s*(?:<([^<>\n]*)>|((?:[^\s()\\]|\\.|\((?:[^\s()\\]|\\.)*\))*))(?:\s+(?:"[^"]*"|'[^']*'))?\s*\)/.exec(
+      text.slice(at, at + 4000),
+    );
   return found && { address: (found[1] ?? found[2]).replace(/\\([!-/:-@[-`{-~])/g, "$1"), end: at + found[0].length };
 }
 
@@ -216,7 +244,8 @@ function openerOf(tokens, at) {
 
 /** Put what stands between two delimiters into an element; where the closer, or what follows it, is then. */
 function wrap(tokens, start, end) {
-  const opener = tokens[start], closer = tokens[end];
+  const opener = tokens[start],
+    closer = tokens[end];
   const used = opener.char === "~" || (opener.count >= 2 && closer.count >= 2) ? 2 : 1;
   const tag = opener.char === "~" ? "s" : used === 2 ? "strong" : "em";
   const inside = tokens.slice(start + 1, end).map((token) => (token instanceof Node ? token : textOf(token)));

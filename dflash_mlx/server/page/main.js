@@ -19,9 +19,17 @@ const draftSwitch = byId("draft");
 let served = [];
 
 const chat = new Chat({ askKey, changed });
-const first = () => store.list().slice(0, 1).map(({ id }) => store.load(id))[0] ?? store.newConversation();
-byId("newest-slot").replaceWith(button("down", { label: "Go to the end", id: "newest", hidden: true }, () => chat.toEnd()));
-const sendButton = button("send", { label: "Send", id: "send", class: "primary" }, () => (chat.busy ? chat.stop() : send()));
+const first = () =>
+  store
+    .list()
+    .slice(0, 1)
+    .map(({ id }) => store.load(id))[0] ?? store.newConversation();
+byId("newest-slot").replaceWith(
+  button("down", { label: "Go to the end", id: "newest", hidden: true }, () => chat.toEnd()),
+);
+const sendButton = button("send", { label: "Send", id: "send", class: "primary" }, () =>
+  chat.busy ? chat.stop() : send(),
+);
 byId("send-slot").replaceWith(sendButton);
 chat.conversation = first();
 

@@ -26,17 +26,18 @@ export function render(container, source) {
   container.shownBlocks = blocks.map((block) => block.raw);
 }
 
-/** Lines as blocks: `raw` decides what an element looks like, and `make` makes it. `loose`: with blank lines between. */
+/** Lines as blocks: `raw` decides what an element looks like, and `make` makes it. `loose`: blank lines between. */
 function parse(lines, depth = 0) {
   const blocks = [];
   blocks.loose = false;
-  for (let at = 0; at < lines.length; ) {
+  for (let at = 0; at < lines.length;) {
     if (isBlank(lines[at])) {
       at++;
       continue;
     }
     const nested = depth < DEEPEST ? (quote(lines, at, depth) ?? list(lines, at, depth)) : null;
-    const found = fence(lines, at) ?? heading(lines, at) ?? rule(lines, at) ?? nested ?? table(lines, at) ?? paragraph(lines, at);
+    const found =
+      fence(lines, at) ?? heading(lines, at) ?? rule(lines, at) ?? nested ?? table(lines, at) ?? paragraph(lines, at);
     if (blocks.length && isBlank(lines[at - 1])) blocks.loose = true;
     blocks.push({ raw: lines.slice(at, found.end).join("\n"), make: found.make, tight: found.tight });
     at = found.end;
@@ -60,7 +61,11 @@ function codeBlock(code, language) {
   const copy = button("copy", { text: "Copy", "aria-label": "Copy the code" }, () => copyText(code, copy));
   const name = h("span", { class: "language", text: language });
   const body = h("code", language ? { class: `language-${language}` } : {}, ...colour(code, language));
-  const scroller = h("pre", { tabindex: "0", role: "group", "aria-label": language ? `Code in ${language}` : "Code" }, body);
+  const scroller = h(
+    "pre",
+    { tabindex: "0", role: "group", "aria-label": language ? `Code in ${language}` : "Code" },
+    body,
+  );
   return h("div", { class: "code" }, h("div", { class: "code-head" }, name, copy), scroller);
 }
 
@@ -93,8 +98,9 @@ function list(lines, at, depth) {
   if (!first || RULE.test(lines[at])) return null;
   const kind = first[2].at(-1);
   const items = [];
-  let loose = false, end = at;
-  for (let found = first; found; ) {
+  let loose = false,
+    end = at;
+  for (let found = first; found;) {
     const item = listItem(lines, end, found);
     const children = parse(item.lines, depth + 1);
     items.push(children);
@@ -107,7 +113,9 @@ function list(lines, at, depth) {
   const number = parseInt(first[2], 10);
   const make = () => {
     const attributes = Number.isNaN(number) || number === 1 ? {} : { start: number };
-    const made = items.map((children) => h("li", {}, ...children.flatMap((block) => (loose ? [block.make()] : inTightItem(block)))));
+    const made = items.map((children) =>
+      h("li", {}, ...children.flatMap((block) => (loose ? [block.make()] : inTightItem(block)))),
+    );
     return h(Number.isNaN(number) ? "ul" : "ol", attributes, ...made);
   };
   return { end, make };
@@ -141,7 +149,10 @@ function inTightItem(block) {
 }
 
 function cells(line) {
-  const inside = line.trim().replace(/^\|/, "").replace(/((?:^|[^\\])(?:\\\\)*)\|$/, "$1");
+  const inside = line
+    .trim()
+    .replace(/^\|/, "")
+    .replace(/((?:^|[^\\])(?:\\\\)*)\|$/, "$1");
   return inside.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 }
 
@@ -155,7 +166,9 @@ function startsTable(lines, at) {
 function table(lines, at) {
   if (!startsTable(lines, at)) return null;
   const head = cells(lines[at]);
-  const sides = cells(lines[at + 1]).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : ""));
+  const sides = cells(lines[at + 1]).map((cell) =>
+    cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : "",
+  );
   let end = at + 2;
   while (end < lines.length && !isBlank(lines[end]) && !beginsBlock(lines[end])) end++;
   const row = (tag, texts) =>
@@ -171,7 +184,8 @@ function table(lines, at) {
 /** Whether a line ends the paragraph before it. */
 function interrupts(line) {
   const item = ITEM.exec(line);
-  const startsList = item && !isBlank(line.slice(item[0].length)) && (!/^\d/.test(item[2]) || parseInt(item[2], 10) === 1);
+  const startsList =
+    item && !isBlank(line.slice(item[0].length)) && (!/^\d/.test(item[2]) || parseInt(item[2], 10) === 1);
   return Boolean(startsList) || QUOTE.test(line) || HEADING.test(line) || RULE.test(line) || fence([line], 0) !== null;
 }
 
@@ -183,6 +197,10 @@ function beginsBlock(line) {
 function paragraph(lines, at) {
   let end = at + 1;
   while (end < lines.length && !isBlank(lines[end]) && !interrupts(lines[end]) && !startsTable(lines, end)) end++;
-  const text = lines.slice(at, end).map((line) => line.trimStart()).join("\n").trimEnd();
+  const text = lines
+    .slice(at, end)
+    .map((line) => line.trimStart())
+    .join("\n")
+    .trimEnd();
   return { end, make: () => h("p", {}, ...inline(text)) };
 }

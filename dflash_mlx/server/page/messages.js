@@ -85,7 +85,8 @@ export class AnswerView {
   mark(drafted) {
     const texts = shownTexts(this.content);
     const length = texts.reduce((sum, text) => sum + text.length, 0);
-    if (length > this.length) this.marks = [{ length: length - this.length, drafted }, ...this.marks].slice(0, BLOCKS.length);
+    if (length > this.length)
+      this.marks = [{ length: length - this.length, drafted }, ...this.marks].slice(0, BLOCKS.length);
     this.length = length;
     let end = length;
     BLOCKS.forEach((name, i) => {
@@ -106,7 +107,11 @@ export class AnswerView {
     this.state.classList.toggle("error", Boolean(error));
     const retry = button("retry", { text: "Retry" }, () => this.actions.retry());
     const copy = button("copy", { text: "Copy" }, () => copyText(content, copy));
-    this.footer.replaceChildren(retry, ...(content ? [copy] : []), h("span", { class: "figures", text: figures(this.message) }));
+    this.footer.replaceChildren(
+      retry,
+      ...(content ? [copy] : []),
+      h("span", { class: "figures", text: figures(this.message) }),
+    );
   }
 }
 
@@ -116,8 +121,10 @@ export function figures({ rounds = [], speed, draft, before }) {
   const { tokens, acceptanceLength } = totals(rounds);
   const words = [`${tokens} ${tokens === 1 ? "token" : "tokens"}`];
   if (speed) words.push(`${speed.toFixed(1)} tok/s`);
-  words.push(acceptanceLength ? `acceptance length ${acceptanceLength.toFixed(2)}` : draft ? "no drafts" : "drafting off");
-  if (before?.speed && before.draft !== draft) words.push(`${before.draft ? "with" : "without"} drafting ${before.speed.toFixed(1)} tok/s`);
+  const length = acceptanceLength?.toFixed(2);
+  words.push(acceptanceLength ? `acceptance length ${length}` : draft ? "no drafts" : "drafting off");
+  if (before?.speed && before.draft !== draft)
+    words.push(`${before.draft ? "with" : "without"} drafting ${before.speed.toFixed(1)} tok/s`);
   return words.join(" · ");
 }
 
@@ -137,7 +144,8 @@ function rangesOf(texts, from, to) {
   const ranges = [];
   let at = 0;
   for (const text of texts) {
-    const start = Math.max(from - at, 0), end = Math.min(to - at, text.length);
+    const start = Math.max(from - at, 0),
+      end = Math.min(to - at, text.length);
     if (start < end) {
       const range = new StaticRange({ startContainer: text, startOffset: start, endContainer: text, endOffset: end });
       ranges.push(range);

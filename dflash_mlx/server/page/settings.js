@@ -55,7 +55,9 @@ export class SettingsDialog {
   }
 
   showKey() {
-    const text = key.value ? "A key is kept and sent with every request." : "No key is kept. A server without one needs none.";
+    const text = key.value
+      ? "A key is kept and sent with every request."
+      : "No key is kept. A server without one needs none.";
     byId("key-state").textContent = text;
     byId("forget-key").disabled = !key.value;
   }
@@ -63,7 +65,8 @@ export class SettingsDialog {
 
 /** Ask for the key; resolves to whether one was given. */
 export function askForKey() {
-  const dialog = byId("key-dialog"), input = byId("key-input");
+  const dialog = byId("key-dialog"),
+    input = byId("key-input");
   byId("key-hint").hidden = false;
   byId("key-title").textContent = key.value ? "The server refused this key" : "This server asks for a key";
   input.value = "";

@@ -56,7 +56,13 @@ export class Sidebar {
       this.toggle(false);
       this.actions.open(id);
     };
-    const opener = h("button", { type: "button", class: "open", "aria-current": current ? "true" : null, text: title, on: { click: open } });
+    const opener = h("button", {
+      type: "button",
+      class: "open",
+      "aria-current": current ? "true" : null,
+      text: title,
+      on: { click: open },
+    });
     const row = h("li", {}, opener);
     if (current) {
       row.append(

@@ -44,7 +44,10 @@ export function save(conversation) {
   try {
     localStorage.setItem(LAST, JSON.stringify({ ...conversation.settings, system: "" }));
     if (conversation.messages.length) {
-      localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation, (name, value) => (name === "pending" ? undefined : value)));
+      localStorage.setItem(
+        PREFIX + conversation.id,
+        JSON.stringify(conversation, (name, value) => (name === "pending" ? undefined : value)),
+      );
     }
     return true;
   } catch {
@@ -84,7 +87,10 @@ export function download(conversation) {
   const file = new Blob([JSON.stringify(conversation, null, 2)], { type: "application/json" });
   const link = document.createElement("a");
   link.href = URL.createObjectURL(file);
-  const name = (conversation.title || "conversation").toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40);
+  const name = (conversation.title || "conversation")
+    .toLowerCase()
+    .replace(/[^\p{L}\p{N}]+/gu, "-")
+    .slice(0, 40);
   link.download = `${name.replace(/^-|-$/g, "") || "conversation"}.json`;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);

@@ -2,7 +2,9 @@
 
 import { byId, svg } from "./dom.js";
 
-const HEIGHT = 40, BAR = 6, GAP = 2;
+const HEIGHT = 40,
+  BAR = 6,
+  GAP = 2;
 const LEAST = 8; // rows of a round's bar, so that short rounds look short
 const MOST = 24;
 
@@ -53,7 +55,9 @@ export class Strip {
     this.rounds = rounds;
     this.show({ speed });
     const { drafts, kept, acceptanceLength, tokens } = totals(rounds);
-    const drafting = drafts ? `${kept} of ${drafts} drafts kept, acceptance length ${acceptanceLength.toFixed(2)}` : "no drafts";
+    const drafting = drafts
+      ? `${kept} of ${drafts} drafts kept, acceptance length ${acceptanceLength.toFixed(2)}`
+      : "no drafts";
     this.bars.setAttribute("aria-label", `${rounds.length} rounds for ${tokens} tokens; ${drafting}`);
   }
 
