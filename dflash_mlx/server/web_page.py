@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from dflash_mlx.server.failures import RequestError
+from dflash_mlx.server.security import wants_page
 from dflash_mlx.server.service import Service
 
 FOLDER = Path(__file__).parent / "page"
@@ -37,7 +38,7 @@ HEADERS = {
 
 async def root(service: Service, request: Request) -> Response:
     """The page for browsers. For others, that there is a server: some clients ask for this first, with HEAD."""
-    if "text/html" in request.headers.get("accept", ""):
+    if wants_page(request.headers):
         response = _file("index.html", request)
     else:
         response = PlainTextResponse("dflash-mlx is running\n")

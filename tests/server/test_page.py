@@ -18,6 +18,7 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
+KEY = {"Authorization": "Bearer right"}
 HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.js"))
 # The policy, written out: what it must at least forbid is decided here, not in the code.
@@ -38,12 +39,14 @@ def client(server):
 
 
 def test_browsers_get_the_page_and_others_a_line(client):
+    """The page for everybody, the line for those who have the key."""
     page = client.get("/", headers=HTML)
     assert page.status_code == 200
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.text.startswith("<!doctype html>")
     for headers in ({}, {"Accept": "*/*"}, {"Accept": "application/json"}):
-        plain = client.get("/", headers=headers)
+        assert client.get("/", headers=headers).status_code == 401
+        plain = client.get("/", headers=headers | KEY)
         assert (plain.status_code, plain.text) == (200, "dflash-mlx is running\n")
         assert plain.headers["content-type"].startswith("text/plain")
         assert plain.headers["vary"] == page.headers["vary"] == "Accept"
@@ -51,7 +54,7 @@ def test_browsers_get_the_page_and_others_a_line(client):
 
 @pytest.mark.parametrize("headers", [{}, HTML])
 def test_head_has_no_body(client, headers):
-    asked, whole = client.head("/", headers=headers), client.get("/", headers=headers)
+    asked, whole = (client.request(method, "/", headers=headers | KEY) for method in ("HEAD", "GET"))
     assert (asked.status_code, asked.content) == (200, b"")
     assert asked.headers["content-length"] == whole.headers["content-length"]
 
