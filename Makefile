@@ -1,5 +1,6 @@
 # The targets set themselves up: they need make and Python 3.10 or newer, and nothing else.
 #   make demo      install into .venv, then answer PROMPT with the demo pair
+#   make serve     install into .venv, then serve the demo pair, with a page for the browser
 #   make test      install into .venv with the tools for development, then check everything, in a few minutes
 #   make check     the same with the slow tests: what CI runs
 #   make kernels   the numeric tests as on other kinds of processors, by OpenBLAS's kernels for them
@@ -20,7 +21,7 @@ numeric = -m "not slow and not long and not model" \
 	$(addprefix tests/,caches decoding drafters training test_lossless.py test_sampling.py)
 KERNELS ?= Haswell Zen
 
-.PHONY: help demo test check kernels style setup setup-dev format clean
+.PHONY: help demo serve test check kernels style setup setup-dev format clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -34,6 +35,9 @@ setup-dev:
 demo: setup
 	@echo "==> dflash-mlx generate \"$$PROMPT\" --pair demo" >&2
 	@"$(VENV)/bin/dflash-mlx" generate "$$PROMPT" --pair demo
+
+serve: setup
+	@"$(VENV)/bin/dflash-mlx" serve --pair demo
 
 style: setup-dev
 	@echo "==> ruff, mypy" >&2

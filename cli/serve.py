@@ -1,4 +1,4 @@
-"""`dflash-mlx serve`: the models behind the HTTP protocols of OpenAI and Anthropic."""
+"""`dflash-mlx serve`: the models behind the HTTP protocols of OpenAI, Anthropic and Ollama, and a page."""
 
 import sys
 from contextlib import closing
@@ -136,7 +136,7 @@ def serve_command(
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
 ) -> None:
-    """Serve a model to other programs: the protocols of OpenAI and Anthropic, on this machine.
+    """Serve a model to other programs: the protocols of OpenAI, Anthropic and Ollama, and a page for the browser.
 
     It takes requests from this machine only, unless --host says otherwise, and answers them with the model that was
     named here. The sampling options hold where a request says nothing. Ctrl-C ends it.
@@ -223,6 +223,7 @@ def _announce(service: "Service", address: str, has_key: bool, is_private: bool)
         note("Everyone who can reach this machine can use this server: there is no API key.", style="yellow")
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+    note(f"chat:     {address}/  in a browser")
     note(
         f"try it:   curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n"
         f"OpenAI:   OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={'KEY' if has_key else 'none'}\n"

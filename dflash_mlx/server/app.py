@@ -28,6 +28,7 @@ from dflash_mlx.server.responses import responses
 from dflash_mlx.server.security import Guard, Policy, error_body
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.tokens import detokenize, tokenize
+from dflash_mlx.server.web_page import page_file, root
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 Log = Callable[[str], None]
@@ -61,6 +62,7 @@ def create_app(service: Service, policy: Policy, *, access_log: Log | None = Non
     return Starlette(
         routes=[
             route("/", "GET", root),
+            route("/page/{name:path}", "GET", page_file),
             route("/health", "GET", health),
             route("/metrics", "GET", metrics),
             route("/v1/models", "GET", models),
@@ -82,11 +84,6 @@ def create_app(service: Service, policy: Policy, *, access_log: Log | None = Non
         exception_handlers={HTTPException: _no_route},
         lifespan=lifespan,
     )
-
-
-async def root(service: Service, request: Request) -> Response:
-    """That there is a server: some clients ask for this first, with HEAD."""
-    return PlainTextResponse("dflash-mlx is running\n")
 
 
 async def health(service: Service, request: Request) -> Response:

@@ -13,7 +13,7 @@ from dflash_mlx.server.failures import RequestError
 from dflash_mlx.server.fields import Fields
 from dflash_mlx.server.formats import read_format
 from dflash_mlx.server.logprobs import read_top_logprobs
-from dflash_mlx.server.parameters import answers_wanted, max_tokens_of, sampling, stop_strings, wants_draft
+from dflash_mlx.server.parameters import answers_wanted, max_tokens_of, sampling, stop_strings, wants_draft_and_rounds
 from dflash_mlx.server.prompts import (
     ANSWER,
     CONTINUED,
@@ -57,6 +57,7 @@ class ChatRequest:
     schema: dict[str, Any] | None
     stream: bool
     include_usage: bool
+    rounds: bool = False
     ending: str = ANSWER
 
 
@@ -65,7 +66,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     asked = read_request(service, await service.read_fields(request))
     order = await prepare(service, asked)
     answers = service.submit(order, request)
-    reply = ChatReply(service, answers, model=asked.model, include_usage=asked.include_usage)
+    reply = ChatReply(service, answers, model=asked.model, include_usage=asked.include_usage, rounds=asked.rounds)
     if asked.stream:
         return EventStream(reply.events(), on_end=answers.close)
     return JSONResponse(await unless_gone(request.receive, reply.whole()))
@@ -95,15 +96,19 @@ def read_request(service: Service, fields: Fields) -> ChatRequest:
             param="response_format",
         )
     stream, include_usage = read_stream_options(fields)
+    draft, rounds = wants_draft_and_rounds(fields)
+    if rounds and not stream:
+        fields.ignore("dflash.rounds")
     asked = ChatRequest(
         model=model,
         messages=chat_messages(fields),
         variables=template_variables(fields),
-        order=Order(prompts=[], params=params, n=answers_wanted(fields), draft=wants_draft(fields), offer=offered),
+        order=Order(prompts=[], params=params, n=answers_wanted(fields), draft=draft, offer=offered),
         wants_json=wants_json,
         schema=schema,
         stream=stream,
         include_usage=include_usage,
+        rounds=rounds,
         ending=read_ending(fields),
     )
     fields.refuse("modalities", "this server writes text only.", unless=(["text"],))

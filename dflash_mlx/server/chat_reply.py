@@ -5,6 +5,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from dflash_mlx.answer import GenerationResponse
 from dflash_mlx.server.answers import Answers, Piece, Said
 from dflash_mlx.server.channels import CONTENT, REASONING
 from dflash_mlx.server.failures import failure
@@ -26,10 +27,12 @@ def usage(answers: Answers) -> dict[str, Any]:
 
 
 class ChatReply:
-    """OpenAI's objects for one request."""
+    """OpenAI's objects for one request. rounds: chunks say what their round brought."""
 
-    def __init__(self, service: Service, answers: Answers, *, model: str, include_usage: bool) -> None:
-        self.service, self.answers, self.include_usage = service, answers, include_usage
+    def __init__(
+        self, service: Service, answers: Answers, *, model: str, include_usage: bool, rounds: bool = False
+    ) -> None:
+        self.service, self.answers, self.include_usage, self.rounds = service, answers, include_usage, rounds
         self.head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.with_logprobs = answers.order.params.top_logprobs is not None
 
@@ -69,12 +72,15 @@ class ChatReply:
         yield event("[DONE]")
 
     def _deltas(self, piece: Piece, calls: list[int]) -> list[bytes]:
-        """A chunk for each stretch of text and each call; the round's log-probabilities go with the first of them."""
+        """A chunk for each stretch of text and each call. The round's log-probabilities and figures go with the first
+        of them; a round that shows no text yet has a chunk for them alone."""
         logprobs = chat_logprobs(piece.logprobs, self.service.vocabulary) if piece.logprobs else None
+        figures = {"round": _round(piece.response)} if self.rounds else None
         chunks = []
-        for said in piece.said or ([Said(CONTENT, "")] if logprobs else []):
-            chunks.append(self._chunk(piece.index, _delta(said, calls, piece.index), logprobs=logprobs))
-            logprobs = None
+        for said in piece.said or ([Said(CONTENT, "")] if logprobs or figures else []):
+            delta = _delta(said, calls, piece.index)
+            chunks.append(self._chunk(piece.index, delta, logprobs=logprobs, dflash=figures))
+            logprobs = figures = None
         return chunks
 
     def _chunk(
@@ -93,6 +99,15 @@ class ChatReply:
         if dflash is not None:
             chunk["dflash"] = dflash
         return event(chunk)
+
+
+def _round(response: GenerationResponse) -> dict[str, int]:
+    """What a round brought: the tokens of the answer, and how many drafts were verified and kept for them."""
+    return {
+        "tokens": len(response.token_ids),
+        "drafted": response.width or 0,
+        "accepted": response.num_accepted or 0,
+    }
 
 
 def _delta(said: Said | ToolCall, calls: list[int], index: int) -> dict[str, Any]:

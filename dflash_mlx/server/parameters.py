@@ -117,12 +117,20 @@ def answers_wanted(fields: Fields, prompts: int = 1) -> int:
 
 def wants_draft(fields: Fields) -> bool:
     """The extension {"dflash": {"draft": false}}: decode this request plainly."""
-    extension = fields.object("dflash")
-    if extension is None:
-        return True
-    wanted = extension.flag("draft", True)
+    return _flags_of_dflash(fields, draft=True)["draft"]
+
+
+def wants_draft_and_rounds(fields: Fields) -> tuple[bool, bool]:
+    """The same, and {"dflash": {"rounds": true}}: let the stream say what each round brought."""
+    flags = _flags_of_dflash(fields, draft=True, rounds=False)
+    return flags["draft"], flags["rounds"]
+
+
+def _flags_of_dflash(fields: Fields, **defaults: bool) -> dict[str, bool]:
+    extension = fields.object("dflash") or Fields({})
+    flags = {name: extension.flag(name, default) for name, default in defaults.items()}
     extension.done()
-    return wanted
+    return flags
 
 
 def seeded(params: SamplingParams, index: int) -> SamplingParams:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_mlx.server.failures import Failure
 
-OPEN_ROUTES = frozenset({"/health"})
+PAGE_FOLDER = "/page/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,16 @@ def presented_key(headers: Headers) -> str | None:
     return headers.get("x-api-key")
 
 
+def wants_page(headers: Headers) -> bool:
+    """Whether a request for / comes from a browser that opens the page."""
+    return "text/html" in headers.get("accept", "")
+
+
+def is_open(path: str, headers: Headers) -> bool:
+    """What needs no key: whether the server works, and the page with its files, which hold no secret."""
+    return path == "/health" or path.startswith(PAGE_FOLDER) or (path == "/" and wants_page(headers))
+
+
 class Guard:
     """Middleware: refuses what the policy does not allow before any route sees it, and answers CORS preflights."""
 
@@ -125,7 +135,7 @@ class Guard:
             await _preflight(headers, cors)(scope, receive, send)
             return
         scope["dflash.owner"] = ""
-        if scope["path"] not in OPEN_ROUTES:
+        if not is_open(scope["path"], headers):
             owner = self.policy.owner(presented_key(headers))
             if owner is None:
                 text = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."

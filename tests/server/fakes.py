@@ -172,6 +172,9 @@ class FakeWorker:
                     generation_tps=50.0,
                     finish_reason=finish if start == starts[-1] else None,
                     acceptance=acceptance if job.draft else None,
+                    num_accepted=len(some) - 1 if job.draft else None,
+                    width=len(some) if job.draft else None,
+                    depth=len(some) if job.draft else None,
                     logprobs=[TokenLogprob(t, -0.5, top) for t in some] if job.params.top_logprobs is not None else [],
                 )
             )

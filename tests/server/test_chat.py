@@ -49,6 +49,39 @@ def test_an_answer():
         assert whole.dflash["answers"][0]["mode"] == "dflash"
 
 
+def rounds_of(server, **extension):
+    """The stream of an answer with the extension `dflash`; what its chunks say of their rounds."""
+    options = {"model": "fake", "messages": ASK, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(server.openai().chat.completions.create(**options, extra_body={"dflash": extension}))
+    return [chunk.dflash["round"] for chunk in chunks if "round" in (chunk.model_extra.get("dflash") or {})], chunks
+
+
+def test_a_stream_says_what_each_round_brought():
+    """Tokens add up to the usage, also of rounds that show nothing: a marker, the end of the answer."""
+    pair = FakePair(tokenizer=FakeTokenizer(has_thinking=True))
+    worker = FakeWorker(script=lambda job: "<think>Hm.</think>Hello.", size=4)
+    with running(worker, pair=pair) as server:
+        rounds, chunks = rounds_of(server, rounds=True)
+        assert [r["tokens"] for r in rounds] == [4, 4, 4, 4, 4, 4, 1]
+        assert sum(r["tokens"] for r in rounds) == chunks[-1].usage.completion_tokens
+        acceptance = chunks[-1].dflash["answers"][0]["acceptance"]
+        for name in ("drafted", "accepted"):
+            assert sum(r[name] for r in rounds) == acceptance[name] > 0
+        plain, _ = rounds_of(server, rounds=True, draft=False)
+        assert [r["tokens"] for r in plain] == [r["tokens"] for r in rounds]
+        assert {(r["drafted"], r["accepted"]) for r in plain} == {(0, 0)}
+        assert rounds_of(server, rounds=False)[0] == rounds_of(server)[0] == []
+
+
+def test_rounds_are_told_in_streams_only():
+    with running() as server:
+        client = server.openai().chat.completions.with_raw_response
+        answer = client.create(model="fake", messages=ASK, extra_body={"dflash": {"rounds": True}})
+        assert answer.headers["x-dflash-ignored"] == "dflash.rounds"
+        with pytest.raises(openai.BadRequestError, match=r"dflash\.rounds should be true or false"):
+            client.create(model="fake", messages=ASK, extra_body={"dflash": {"rounds": 3}})
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_stop_strings_end_text_and_logprobs(size):
     """Neither the text nor the log-probabilities reach into the stop string, however the rounds cut it."""

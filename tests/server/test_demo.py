@@ -65,6 +65,18 @@ def test_every_protocol_gives_the_same_text(server, client, truth):
     assert counted.input_tokens == truth.prompt_tokens
 
 
+def test_rounds_add_up_to_the_answer(client, truth):
+    """What the page draws is what the answer's own figures say."""
+    options = {"model": "demo", "messages": ASK, "max_tokens": 24, "stream": True}
+    chunks = list(client.chat.completions.create(**options, extra_body={"dflash": {"rounds": True}}))
+    rounds = [c.dflash["round"] for c in chunks if "round" in (c.model_extra.get("dflash") or {})]
+    acceptance = chunks[-1].dflash["answers"][0]["acceptance"]
+    assert sum(r["tokens"] for r in rounds) == len(truth.token_ids)
+    assert sum(r["drafted"] > 0 for r in rounds) == acceptance["rounds"] > 0
+    for name in ("drafted", "accepted"):
+        assert sum(r[name] for r in rounds) == acceptance[name]
+
+
 def test_completions_take_texts_and_tokens(server, client):
     tokenizer = server.service.pair.tokenizer
     text = "The capital of France is"
