@@ -1,4 +1,4 @@
-"""What is found out after the runs: where rounds spend their time, and how near decoding comes to the memory's speed."""
+"""What is found out after the runs: where rounds spend their time, and how near the memory's speed decoding comes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

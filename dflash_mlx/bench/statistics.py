@@ -33,7 +33,7 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     return float(np.quantile(values, share)) if len(values) else None
 
 
-def median_interval(groups: Sequence[Sequence[float]], *, seed: int = 0, confidence: float = 0.95) -> Interval | None:
+def median_interval(groups: Sequence[Sequence[float]], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval | None:
     """How sure the median of the groups' medians is: a group is a prompt, its values are the repeats.
 
     Percentiles of resampled medians: prompts are drawn with replacement and, within each, its repeats (Efron and
@@ -42,35 +42,36 @@ def median_interval(groups: Sequence[Sequence[float]], *, seed: int = 0, confide
     if len(groups) < FEWEST:
         return None
     chance = np.random.default_rng(seed)
-    columns = [_resampled(np.asarray(group, dtype=float), chance) for group in groups]
-    return _interval(np.stack(columns, axis=1), chance, confidence)
+    columns = [_resampled(np.asarray(group, dtype=float), chance, resamples) for group in groups]
+    return _interval(np.stack(columns, axis=1), chance)
 
 
 def ratio_interval(
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, seed: int = 0, confidence: float = 0.95
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval | None:
     """The same for the median of the prompts' ratios: of each pair, the median of the second over that of the first."""
     if len(pairs) < FEWEST:
         return None
     chance = np.random.default_rng(seed)
     columns = [
-        _resampled(np.asarray(above, dtype=float), chance) / _resampled(np.asarray(below, dtype=float), chance)
+        _resampled(np.asarray(above, dtype=float), chance, resamples)
+        / _resampled(np.asarray(below, dtype=float), chance, resamples)
         for below, above in pairs
     ]
-    return _interval(np.stack(columns, axis=1), chance, confidence)
+    return _interval(np.stack(columns, axis=1), chance)
 
 
-def _resampled(values: "np.ndarray", chance: np.random.Generator) -> "np.ndarray":
-    """Medians (RESAMPLES,) of as many values drawn with replacement."""
+def _resampled(values: "np.ndarray", chance: np.random.Generator, resamples: int) -> "np.ndarray":
+    """Medians (resamples,) of as many values drawn with replacement."""
     if len(values) == 1:
-        return np.full(RESAMPLES, values[0])
-    return np.median(values[chance.integers(0, len(values), (RESAMPLES, len(values)))], axis=1)
+        return np.full(resamples, values[0])
+    return np.median(values[chance.integers(0, len(values), (resamples, len(values)))], axis=1)
 
 
-def _interval(table: "np.ndarray", chance: np.random.Generator, confidence: float) -> Interval:
-    """From (RESAMPLES, prompts)."""
-    rows = np.arange(RESAMPLES)[:, None]
+def _interval(table: "np.ndarray", chance: np.random.Generator) -> Interval:
+    """From (resamples, prompts)."""
+    rows = np.arange(len(table))[:, None]
     drawn = chance.integers(0, table.shape[1], table.shape)
     medians = np.median(table[rows, drawn], axis=1)
-    low, high = np.quantile(medians, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(medians, [0.025, 0.975])
     return Interval(float(low), float(high))

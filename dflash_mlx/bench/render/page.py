@@ -56,7 +56,8 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 @media (max-width: 760px) { thead { display: none; } table, tbody, tr, td { display: block; }
   tr { padding: 8px 0; border-bottom: 1px solid var(--line); } td { display: flex; justify-content: space-between;
     gap: 12px; padding: 1px 0; border: 0; white-space: normal; } td::before { content: attr(data-label);
-    color: var(--soft); text-align: left; } td:first-child { font-weight: 600; } td:first-child::before { content: none; }
+    color: var(--soft); text-align: left; }
+  td:first-child { font-weight: 600; } td:first-child::before { content: none; }
   td.none { display: none; } }
 @media (max-width: 560px) { dl { grid-template-columns: 1fr; } dd { margin-bottom: 6px; } }
 """
