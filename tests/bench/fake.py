@@ -113,7 +113,7 @@ def some_results(prompts: dict[str, list[Run]], **more: Any) -> Results:
     fields: dict[str, Any] = {
         "facts": {"pair": "demo", "label": "demo", "finished": True, "machine": {"chip": "a chip"}},
         "contestants": {name: f"what {name} is" for name in names},
-        "main": "drafted" if "drafted" in names else names[-1],
+        "main": "drafted" if "drafted" in names else "plain",
         "comparable": {"": names[1:]},
         "prompts": [
             PromptResult(prompt=BenchPrompt(name=name, category=name.split("-")[0], text=f"say {name}"), runs=runs)

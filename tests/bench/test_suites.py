@@ -128,7 +128,7 @@ def test_every_suite_is_fetched(name: str, service: Service, monkeypatch: pytest
 
 
 def test_what_cannot_be_used_is_told(service: Service, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no suite 'humanevel'. Did you mean humaneval"):
+    with pytest.raises(UsageError, match=r"no suite 'humanevel'\. Did you mean humaneval"):
         load_suite("humanevel")
     service.status = 404
     with pytest.raises(DownloadError, match="--suite-file FILE"):

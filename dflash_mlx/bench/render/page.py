@@ -115,7 +115,7 @@ def charts(results: Results, figures: Sequence[Figures]) -> Iterator[tuple[str, 
     positions = [
         Series(name, [Point(at, share) for at, share in enumerate(by_position(rounds), 1)]) for name, rounds in drafting
     ]
-    if positions:
+    if positions := [one for one in positions if one.points]:
         title = "Acceptance by position"
         note = "Of the rounds that could have kept a draft at this position, the share that did."
         yield title, line_chart(title, positions, x="position of the draft", y="kept", percent=True), note
