@@ -292,7 +292,13 @@ def _contestants(
     if mlx_lm:
         found["mlx-lm"] = MlxLm(name="mlx-lm", pair=pair)
     for url in against:
-        server = connect(url, model=against_model, encode=encode_answer, key=os.environ.get("DFLASH_MLX_AGAINST_KEY"))
+        server = connect(
+            url,
+            model=against_model,
+            encode=encode_answer,
+            key=os.environ.get("DFLASH_MLX_AGAINST_KEY"),
+            likely=(pair.name, *(folder.name for folder in pair.folders[:1])),
+        )
         if server.name in found:
             raise UsageError(f"--against {url} is given twice.")
         found[server.name] = server

@@ -210,7 +210,9 @@ def _headline(what: str, own: Figures, main: str, where: str) -> str:
 
 def times(value: float) -> str:
     """A ratio for people: two digits that count."""
-    return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+    if 1 <= value < 9.95:
+        return f"{value:.1f}"
+    return f"{value:.2g}" if value < 1 else f"{value:.0f}"
 
 
 def between(interval: Interval | None) -> str:

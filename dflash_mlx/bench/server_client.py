@@ -16,6 +16,7 @@ from dflash_mlx.generation import GenerationResponse, Prompt
 from dflash_mlx.sampling import SamplingParams
 
 _SECONDS = 600.0  # without a word from the server
+_NAME_IT = "Say which one with --against-model NAME; mlx_lm.server calls the one it was started with default_model."
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -138,30 +139,40 @@ class Server:
 
 
 def connect(
-    url: str, *, model: str | None, encode: Callable[[str], list[int]], key: str | None = None, name: str | None = None
+    url: str,
+    *,
+    model: str | None,
+    encode: Callable[[str], list[int]],
+    key: str | None = None,
+    likely: Sequence[str] = (),
 ) -> Server:
-    """The server at `url`, and the model that it serves. Raises UsageError and DFlashError."""
+    """The server at `url`, and the model that it serves. Raises UsageError and DFlashError.
+
+    likely: names by which the model is taken from several.
+    """
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"--against {url}: expected the address of a server, such as http://127.0.0.1:8080.")
     path = parts.path.rstrip("/")
     base = f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else path + '/v1'}"
-    return Server(name=name or parts.netloc, url=base, model=model or _only_model(base, key), encode=encode, key=key)
+    return Server(name=parts.netloc, url=base, model=model or _its_model(base, key, likely), encode=encode, key=key)
 
 
-def _only_model(url: str, key: str | None) -> str:
+def _its_model(url: str, key: str | None, likely: Sequence[str]) -> str:
+    """The one that the server lists, or the one of several that is likely meant."""
     connection, answer = _request(url, "GET", "/models", key=key)
     try:
         listed = json.loads(answer.read())
         names = [str(entry["id"]) for entry in listed["data"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DFlashError(f"{url}/models should list models; {error!r}. Name one with --against-model.") from error
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        raise DFlashError(f"{url}/models should list models; {error!r}. {_NAME_IT}") from error
     finally:
         connection.close()
-    if len(names) != 1:
+    meant = [name for name in names if name.rstrip("/").rpartition("/")[2] in likely]
+    if len(names) != 1 and not meant:
         found = ", ".join(names[:8]) if names else "none"
-        raise UsageError(f"{url} lists {len(names)} models ({found}); say which one with --against-model NAME.")
-    return names[0]
+        raise UsageError(f"{url} lists {len(names)} models ({found}). {_NAME_IT}")
+    return (meant or names)[0]
 
 
 def _request(
@@ -180,7 +191,8 @@ def _request(
         said = answer.read(2000).decode("utf-8", errors="replace")
     except (OSError, http.client.HTTPException) as error:
         connection.close()
-        raise DFlashError(f"no answer from {url}: {error}. Is the server running there?") from error
+        hint = _NAME_IT if path == "/models" and not isinstance(error, ConnectionRefusedError) else ""
+        raise DFlashError(f"no answer from {url}{path}: {error}. {hint or 'Is the server running there?'}") from error
     connection.close()
     raise DFlashError(f"{url}{path} answered with status {answer.status}: {' '.join(said.split())[:300]}")
 

@@ -107,7 +107,7 @@ def test_other_contestants_have_a_sentence_each() -> None:
     for result in results.prompts:
         result.runs.append(replace(a_run("server", tokens=101, decode_s=5.0, first_s=0.0001), token_ids=[9] * 101))
     results.contestants["server"] = "a server"
-    assert "server answers 2 times as fast as plain." in verdict(results, analyse(results))
+    assert "server answers 2.0 times as fast as plain." in verdict(results, analyse(results))
     # Nobody asked for its tokens to be compared.
     assert analyse(results)[-1].identical is None
 

@@ -127,6 +127,9 @@ def test_what_goes_wrong_is_told_in_a_line(fake: Fake) -> None:
 
 def test_several_models_need_a_name(fake: Fake) -> None:
     fake.models = ["a", "b"]
-    with pytest.raises(UsageError, match=r"lists 2 models \(a, b\); say which one with --against-model"):
+    with pytest.raises(UsageError, match=r"lists 2 models \(a, b\)\. Say which one with --against-model"):
         server_of(fake)
+    assert server_of(fake, likely=("b",)).model == "b"
+    fake.models = ["/models/b", "c"]
+    assert server_of(fake, likely=("b",)).model == "/models/b"
     assert connect(fake.url.removeprefix("http://"), model="b", encode=words).model == "b"

@@ -112,7 +112,10 @@ def bar_chart(title: str, bars: Sequence[Bar], *, unit: str, mark: float | None 
         if bar.low is not None and bar.high is not None:
             drawing.line(left + bar.low * scale, y + _ROW / 2, left + bar.high * scale, y + _ROW / 2, "range")
             end = max(end, bar.high)
-        drawing.text(left + end * scale + 4, y + 15.5, f"{bar.value:.2f}", anchor="start", kind="value")
+        beside = left + end * scale + 4
+        if mark is not None and beside - 4 <= left + mark * scale <= beside + 4 * _LETTER:
+            beside = left + mark * scale + 5  # the mark would go through the number
+        drawing.text(beside, y + 15.5, f"{bar.value:.2f}", anchor="start", kind="value")
     if mark is not None:
         drawing.line(left + mark * scale, top - 4, left + mark * scale, bottom, "mark")
     return drawing.to_svg()
