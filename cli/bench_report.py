@@ -79,7 +79,7 @@ def write(results: "Results", folder: Path) -> None:
 
 def read_result(path: Path) -> "Results":
     """A result from its file or its folder. Raises UsageError."""
-    from dflash_mlx.bench.record import from_json
+    from dflash_mlx.bench.reading import from_json
 
     file = path / FILES[0] if path.is_dir() else path
     try:

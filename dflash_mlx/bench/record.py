@@ -1,12 +1,11 @@
 """What a benchmark keeps: runs, the prompts they answer, and the document that is written to results.json."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from dflash_mlx.bench.prompts import BenchPrompt
 from dflash_mlx.bench.statistics import middle
-from dflash_mlx.errors import UsageError
 
 SCHEMA = 1
 
@@ -196,46 +195,6 @@ class Results:
             "prompts": [result.to_json() for result in self.prompts],
             "load": [run.to_json() for run in self.load],
         }
-
-
-def from_json(document: Any, where: str) -> Results:
-    """A document that `to_json` made. Raises UsageError for anything else."""
-    if not isinstance(document, dict) or "schema" not in document:
-        raise UsageError(f"{where} is no result of `dflash-mlx bench`; expected results.json or the output of --json.")
-    if document["schema"] != SCHEMA:
-        raise UsageError(
-            f"{where} has schema {document['schema']!r} and this version reads {SCHEMA}; measure again with it."
-        )
-    own = {"schema", "contestants", "main", "comparable", "measured", "prompts", "load"}
-    try:
-        return Results(
-            facts={key: value for key, value in document.items() if key not in own},
-            contestants=dict(document["contestants"]),
-            main=document["main"],
-            comparable={key: list(names) for key, names in document["comparable"].items()},
-            prompts=[_prompt_result(entry) for entry in document["prompts"]],
-            load=[LoadRun(**_own_fields(LoadRun, entry)) for entry in document["load"]],
-            machine=dict(document["measured"]),
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{where} is damaged: {error!r}. Measure again.") from error
-
-
-def _prompt_result(entry: Mapping[str, Any]) -> PromptResult:
-    prompt = BenchPrompt(name=entry["name"], category=entry["category"], text=entry["prompt"], follows=entry["follows"])
-    runs = [Run(**{**_own_fields(Run, run), "rounds": _rounds(run["rounds"])}) for run in entry["runs"]]
-    return PromptResult(prompt=prompt, setting=entry["setting"], runs=runs)
-
-
-def _rounds(entries: Iterable[Sequence[float]]) -> list[Round]:
-    return [
-        Round(ms=ms, width=int(width), depth=int(depth), kept=int(kept), tokens=int(tokens))
-        for ms, width, depth, kept, tokens in entries
-    ]
-
-
-def _own_fields(kind: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {f.name: entry[f.name] for f in fields(kind)}
 
 
 def _difference(one: Run, other: Run) -> int | None:

@@ -10,7 +10,8 @@ from bench.fake import a_run, ratios, some_results
 from rich.console import Console
 
 from dflash_mlx.bench.analyse import analyse
-from dflash_mlx.bench.record import LoadRun, from_json
+from dflash_mlx.bench.reading import from_json
+from dflash_mlx.bench.record import LoadRun
 from dflash_mlx.bench.render import markdown, page, svg, text
 from dflash_mlx.bench.render.svg import Bar, Point, Series
 from dflash_mlx.errors import UsageError
@@ -165,6 +166,8 @@ def test_results_come_back_as_they_were_written() -> None:
         ({"prompts": 3}, "is damaged"),
         ({"contestants": None}, "is damaged"),
         ({"comparable": []}, "is damaged"),
+        ({"main": "nobody"}, "is damaged"),
+        ({"load": [{"contestant": "plain"}]}, "is damaged"),
     ],
 )
 def test_damaged_results_are_refused(change: dict[str, object], message: str) -> None:
