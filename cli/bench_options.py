@@ -63,7 +63,7 @@ def settings_of(params: "SamplingParams", sweeps: dict[str, list[Any]]) -> "list
     found = []
     for values in product(*sweeps.values()):
         chosen = dict(zip(sweeps, values, strict=True))
-        name = " ".join(f"{key}={value}" for key, value in chosen.items())
+        name = " ".join(f"{key}={value:g}" for key, value in chosen.items())
         context = chosen.pop("context", 0)
         changed = replace(params, **{key.replace("-", "_"): value for key, value in chosen.items()})
         if changed.temperature > 0 and changed.seed is None:

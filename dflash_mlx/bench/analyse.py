@@ -171,7 +171,7 @@ def verdict(results: Results, figures: Sequence[Figures]) -> list[str]:
         return []
     setting = next(iter(overall))[0]
     what = str(results.facts.get("label") or results.facts.get("pair") or "this pair")
-    where = f" ({setting})" if setting else ""
+    where = f" at {setting}" if setting else ""
     own = overall[setting, results.main]
     lines = [_headline(what, own, results.main, where)]
     if own.speedup is not None:
@@ -200,11 +200,11 @@ def _headline(what: str, own: Figures, main: str, where: str) -> str:
     if own.answer_speedup is None:
         speed = f"{own.tps:.1f} tokens a second" if own.tps else "one token an answer"
         sure = f" ({own.tps_interval.low:.1f} to {own.tps_interval.high:.1f})" if own.tps_interval else ""
-        return f"On this machine {what} decodes {speed} without drafting{sure}{where}."
+        return f"On this machine {what} decodes {speed} without drafting{where}{sure}."
     how = "with drafting" if main == DRAFTED else f"as {main!r}"
     return (
-        f"On this machine {what} answers {times(own.answer_speedup)} times as fast {how}"
-        f"{between(own.answer_interval)}{where}; it was slower for {own.slower or 'none'} of {own.prompts} prompts."
+        f"On this machine {what} answers {times(own.answer_speedup)} times as fast {how}{where}"
+        f"{between(own.answer_interval)}; it was slower for {own.slower or 'none'} of {own.prompts} prompts."
     )
 
 

@@ -198,7 +198,7 @@ def test_sweeps_make_contestants_and_settings() -> None:
     assert comparable(found, ["server"], 0.0) == ["width 1", "width 7", "tree 15", "server"]
     assert comparable(found, ["server"], 0.7) == ["width 1", "width 7", "tree 15"]
     settings = settings_of(SamplingParams(max_tokens=9), answers)
-    assert [s.name for s in settings] == [f"context={c} temperature={t}" for c in (512, 4096) for t in (0.0, 0.7)]
+    assert [s.name for s in settings] == [f"context={c} temperature={t}" for c in (512, 4096) for t in (0, 0.7)]
     assert [(s.context, s.params.temperature, s.params.seed) for s in settings][1:3] == [
         (512, 0.7, 0),
         (4096, 0.0, None),

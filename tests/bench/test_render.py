@@ -63,6 +63,15 @@ def test_a_bar_is_as_long_as_its_value() -> None:
     assert "<c>" in [found.text for found in drawn.iter(f"{SPACE}text")]
 
 
+def test_long_labels_stand_above_their_bars() -> None:
+    label = "drafted context=4096 temperature=0.7"
+    drawn = ET.fromstring(svg.bar_chart("x", [Bar(label, 1.0), Bar("b", 2.0)], unit="times"))
+    [bar, *_] = drawn.iter(f"{SPACE}rect")
+    [words] = [found for found in drawn.iter(f"{SPACE}text") if found.text == label]
+    assert words.get("text-anchor") == "start"
+    assert float(words.get("y", "0")) < float(bar.get("y", "0"))
+
+
 def test_lines_stay_inside_the_drawing_and_rise_with_their_values() -> None:
     series = [
         Series("a line with a rather long name", [Point(1, 10), Point(4, 30, 20, 40), Point(16, 90)]),

@@ -22,9 +22,9 @@ _MOST_BARS = 40
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1d2126; --soft: #5c6570; --line: #dfe3e8; --card: #f6f7f9;
-  --s0: #2563c9; --s1: #c2571a; --s2: #1d8551; --s3: #8b3fb8; --s4: #a8790a; --s5: #b3305e; --bad: #b93a32; }
+  --s0: #6b7684; --s1: #2563c9; --s2: #1d8551; --s3: #8b3fb8; --s4: #a8790a; --s5: #c2571a; --bad: #b93a32; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171a; --text: #e7eaee; --soft: #a0a9b4; --line: #333a42;
-  --card: #1d2125; --s0: #6fa3f5; --s1: #f0975c; --s2: #5cc793; --s3: #c58ceb; --s4: #dcb24a; --s5: #ec7ba1;
+  --card: #1d2125; --s0: #a4afbb; --s1: #6fa3f5; --s2: #5cc793; --s3: #c58ceb; --s4: #dcb24a; --s5: #f0975c;
   --bad: #f0837c; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
@@ -39,8 +39,9 @@ figcaption { font-weight: 600; font-size: .95rem; margin-bottom: 6px; }
 figure p { color: var(--soft); font-size: .85rem; }
 svg { display: block; width: 100%; max-width: 480px; height: auto; margin: 0 auto; font: 13px system-ui, sans-serif; }
 .label { fill: var(--soft); } .value, .unit { fill: var(--text); }
+text { paint-order: stroke; stroke: var(--card); stroke-width: 3px; stroke-linejoin: round; }
 .grid { stroke: var(--line); stroke-width: 1; } .mark { stroke: var(--text); stroke-width: 1.2; stroke-dasharray: 4 3; }
-.range { stroke: var(--text); stroke-width: 1.4; } .bar { fill: var(--s0); } .bar.bad { fill: var(--bad); }
+.range { stroke: var(--text); stroke-width: 1.4; } .bar { fill: var(--s1); } .bar.bad { fill: var(--bad); }
 .line { fill: none; stroke-width: 2; } .spread { stroke-width: 1.4; opacity: .55; }
 .line.s0, .spread.s0 { stroke: var(--s0); } .dot.s0, .key.s0 { fill: var(--s0); }
 .line.s1, .spread.s1 { stroke: var(--s1); } .dot.s1, .key.s1 { fill: var(--s1); }
@@ -50,6 +51,7 @@ svg { display: block; width: 100%; max-width: 480px; height: auto; margin: 0 aut
 .line.s5, .spread.s5 { stroke: var(--s5); } .dot.s5, .key.s5 { fill: var(--s5); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; min-width: 100%; }
 th, td { padding: 5px 8px; text-align: right; border-bottom: 1px solid var(--line); } td { white-space: nowrap; }
+td:first-child { white-space: normal; } summary { cursor: pointer; color: var(--soft); margin: 12px 0; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; } th { color: var(--soft); font-weight: 600; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; font-size: .88rem; margin: 0; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
@@ -73,7 +75,10 @@ def page(results: Results, figures: Sequence[Figures]) -> str:
              for title, svg, note in charts(results, figures)]  # fmt: skip
     parts.append(f'<div class="charts" style="margin-top: 20px">{"".join(drawn)}</div>')
     if figures:
-        parts += ["<h2>Figures</h2>", _table(FIGURE_HEADER, figure_rows(figures))]
+        overall, parted = ([f for f in figures if (f.group == ALL) == wanted] for wanted in (True, False))
+        parts += ["<h2>Figures</h2>", _table(FIGURE_HEADER, figure_rows(overall))]
+        by_category = _table(FIGURE_HEADER, figure_rows(parted))
+        parts.append(f"<details><summary>By category</summary>{by_category}</details>")
     if results.load:
         parts += ["<h2>Under load</h2>", _table(load_header(), load_rows(results))]
     if lines := extra_lines(results, figures):
@@ -111,17 +116,22 @@ def charts(results: Results, figures: Sequence[Figures]) -> Iterator[tuple[str, 
         title = "Speedup by contestant and setting"
         note = "Medians of the prompts' ratios, with intervals of 95 %."
         yield title, bar_chart(title, several, unit="times as fast", mark=1.0), note
-    drafting = [(name, rounds) for name in results.contestants if (rounds := rounds_of(results, name))]
+    drafting = [
+        (number, name, rounds)
+        for number, name in enumerate(results.contestants)
+        if (rounds := rounds_of(results, name))
+    ]
     positions = [
-        Series(name, [Point(at, share) for at, share in enumerate(by_position(rounds), 1)]) for name, rounds in drafting
+        Series(name, [Point(at, share) for at, share in enumerate(by_position(rounds), 1)], colour=number)
+        for number, name, rounds in drafting
     ]
     if positions := [one for one in positions if one.points]:
         title = "Acceptance by position"
         note = "Of the rounds that could have kept a draft at this position, the share that did."
         yield title, line_chart(title, positions, x="position of the draft", y="kept", percent=True), note
     times = [
-        Series(name, [Point(r.width, r.ms, r.low, r.high) for r in by_width(rounds)], joined=False)
-        for name, rounds in drafting
+        Series(name, [Point(r.width, r.ms, r.low, r.high) for r in by_width(rounds)], joined=False, colour=number)
+        for number, name, rounds in drafting
     ]
     if times := [one for one in times if one.points]:
         title = "Round time against width"
@@ -168,4 +178,5 @@ def load_series(results: Results) -> list[Series]:
     lines: dict[str, list[Point]] = {}
     for run in sorted(results.load, key=lambda run: run.streams):
         lines.setdefault(run.contestant, []).append(Point(run.streams, run.tps))
-    return [Series(name, points) for name, points in lines.items()]
+    colours = list(results.contestants)
+    return [Series(name, lines[name], colour=colours.index(name)) for name in colours if name in lines]

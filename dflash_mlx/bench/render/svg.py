@@ -12,7 +12,8 @@ WIDTH = 400.0
 _ROW = 22.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48.0, 14.0, 18.0, 44.0
 _HEIGHT = 250.0
-_LETTER = 6.9  # about the width of a letter
+_LETTER = 7.2  # about the width of a letter
+_LONG = 20  # letters of a label that still stands beside its bar
 _SERIES = 6  # colours that the page's style knows
 
 
@@ -39,11 +40,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """A line, or points without one."""
+    """A line, or points without one. colour: a number, the same for the same thing in all drawings."""
 
     name: str
     points: Sequence[Point]
     joined: bool = True
+    colour: int = 0
 
 
 @dataclass
@@ -92,9 +94,14 @@ def ticks(high: float, *, about: int = 5) -> list[float]:
 
 def bar_chart(title: str, bars: Sequence[Bar], *, unit: str, mark: float | None = None) -> str:
     """Horizontal bars, one below the other; `mark` is a value to compare with, drawn as a line."""
-    left = min(170.0, 14 + _LETTER * max(len(bar.label) for bar in bars))
-    drawing = _Drawing(_TOP + len(bars) * _ROW + _BOTTOM, title)
-    top, bottom = _TOP, _TOP + len(bars) * _ROW
+    left = 16 + _LETTER * max(len(bar.label) for bar in bars)
+    # Long labels stand above their bars.
+    above = max(len(bar.label) for bar in bars) > _LONG
+    row = _ROW + 16 if above else _ROW
+    if above:
+        left = 10.0
+    top, bottom = _TOP, _TOP + len(bars) * row
+    drawing = _Drawing(bottom + _BOTTOM, title)
     high = max(max(bar.value, bar.high or 0.0) for bar in bars)
     steps = ticks(max(high, mark or 0.0))
     # The number beside the longest bar needs room, too.
@@ -103,10 +110,14 @@ def bar_chart(title: str, bars: Sequence[Bar], *, unit: str, mark: float | None 
         drawing.line(left + step * scale, top, left + step * scale, bottom, "grid")
         drawing.text(left + step * scale, bottom + 17, f"{step:g}")
     drawing.text((left + WIDTH - _RIGHT) / 2, bottom + 36, unit)
+    texts = _Drawing(0, "")  # over everything else
     for index, bar in enumerate(bars):
-        y = top + index * _ROW
+        y = top + (index + 1) * row - _ROW
         words = f"{bar.label}: {bar.value:.3g} {unit}"
-        drawing.text(left - 6, y + 15.5, _cut(bar.label, left), anchor="end")
+        if above:
+            texts.text(left, y + 1, _cut(bar.label, WIDTH - left), anchor="start")
+        else:
+            texts.text(left - 6, y + 15.5, bar.label, anchor="end")
         drawing.rect(left, y + 4, bar.value * scale, _ROW - 8, "bar bad" if bar.below else "bar", words)
         end = bar.value
         if bar.low is not None and bar.high is not None:
@@ -115,9 +126,10 @@ def bar_chart(title: str, bars: Sequence[Bar], *, unit: str, mark: float | None 
         beside = left + end * scale + 4
         if mark is not None and beside - 4 <= left + mark * scale <= beside + 4 * _LETTER:
             beside = left + mark * scale + 5  # the mark would go through the number
-        drawing.text(beside, y + 15.5, f"{bar.value:.2f}", anchor="start", kind="value")
+        texts.text(beside, y + 15.5, f"{bar.value:.2f}", anchor="start", kind="value")
     if mark is not None:
         drawing.line(left + mark * scale, top - 4, left + mark * scale, bottom, "mark")
+    drawing.parts += texts.parts
     return drawing.to_svg()
 
 
@@ -144,8 +156,8 @@ def line_chart(title: str, series: Sequence[Series], *, x: str, y: str, percent:
         drawing.text(left + 10 + (value - first) * across, bottom + 17, f"{value:g}")
     drawing.text((left + WIDTH) / 2, bottom + 36, x)
     drawing.text(left, _TOP - 6, y, anchor="start", kind="unit")
-    for index, one in enumerate(series):
-        colour = f"s{index % _SERIES}"
+    for one in series:
+        colour = f"s{one.colour % _SERIES}"
         if one.joined and len(one.points) > 1:
             drawing.path([place(point) for point in one.points], f"line {colour}")
         for point in one.points:
@@ -159,25 +171,25 @@ def line_chart(title: str, series: Sequence[Series], *, x: str, y: str, percent:
 
 
 def _legend_rows(series: Sequence[Series]) -> list[list[tuple[int, str, float]]]:
-    """(number, name, x) of each entry, in as many lines as they need."""
+    """(colour, name, x) of each entry, in as many lines as they need."""
     rows: list[list[tuple[int, str, float]]] = []
     x = WIDTH
-    for index, one in enumerate(series):
+    for one in series:
         name = _cut(one.name, WIDTH - _LEFT - 24)
-        needed = 28 + _LETTER * len(name)
+        needed = 30 + _LETTER * len(name)
         if x + needed > WIDTH - 4:
             rows.append([])
             x = _LEFT
-        rows[-1].append((index, name, x))
+        rows[-1].append((one.colour, name, x))
         x += needed
     return rows
 
 
 def _draw_legend(drawing: _Drawing, rows: Sequence[Sequence[tuple[int, str, float]]]) -> None:
     for line, row in enumerate(rows):
-        for index, name, x in row:
+        for colour, name, x in row:
             y = _HEIGHT + 8 + 16 * line
-            drawing.rect(x, y - 8, 10, 10, f"key s{index % _SERIES}", name)
+            drawing.rect(x, y - 8, 10, 10, f"key s{colour % _SERIES}", name)
             drawing.text(x + 15, y + 1, name, anchor="start")
 
 
