@@ -12,7 +12,7 @@ import typer
 
 from dflash_mlx import __version__
 from dflash_mlx.bench.prompts import BenchPrompt, built_in, choose_category, read_prompts, take
-from dflash_mlx.cli import options
+from dflash_mlx.cli import bench_options, options
 from dflash_mlx.cli.bench_measure import Measurement, measure
 from dflash_mlx.cli.bench_options import Variant, comparable, parse_concurrency, parse_sweeps, settings_of, variants
 from dflash_mlx.cli.bench_report import print_comparison, read_result, show, write
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from dflash_mlx.bench.run import Setting
     from dflash_mlx.pair import ModelPair
 
-PROMPTS = "What to measure"
-OTHERS = "Who takes part"
 INTERRUPTED = 128 + 2
 LIMIT = 12
 
@@ -54,106 +52,6 @@ bench_app = typer.Typer(
     no_args_is_help=False,
 )
 
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        "--prompts",
-        metavar="FILE",
-        help='Prompts of your own: a JSON object a line, with "prompt" and "category".',
-        rich_help_panel=PROMPTS,
-    ),
-]
-SuiteName = Annotated[
-    str | None,
-    typer.Option(
-        "--suite",
-        metavar="NAME",
-        help="A published suite: gsm8k, math-500, humaneval, mbpp, mt-bench or spec-bench.",
-        rich_help_panel=PROMPTS,
-    ),
-]
-SuiteFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--suite-file",
-        metavar="FILE",
-        help="The suite's rows as JSON lines (.gz, too), instead of fetching them.",
-        rich_help_panel=PROMPTS,
-    ),
-]
-Category = Annotated[
-    str | None,
-    typer.Option(
-        "--category", metavar="NAME", help="Only these kinds of prompts: chat,code for two.", rich_help_panel=PROMPTS
-    ),
-]
-Limit = Annotated[
-    int,
-    typer.Option(
-        "--limit",
-        metavar="N",
-        min=0,
-        help="As many prompts, a fixed sample with some of each category. 0: all.",
-        rich_help_panel=PROMPTS,
-    ),
-]
-Repeat = Annotated[
-    int,
-    typer.Option(
-        "--repeat", metavar="N", min=1, help="Run everything N times and take medians.", rich_help_panel=PROMPTS
-    ),
-]
-Sweep = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--sweep",
-        metavar="NAME=A,B",
-        help="Measure each value: width, tree, context (tokens before the prompt), temperature, max-tokens and others.",
-        rich_help_panel=PROMPTS,
-    ),
-]
-Concurrency = Annotated[
-    str | None,
-    typer.Option(
-        "--concurrency", metavar="N,N", help="Then measure so many requests at the same time.", rich_help_panel=PROMPTS
-    ),
-]
-Also = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--also",
-        metavar="NAME=VALUE,...",
-        help="One more of this project: width, tree, block-size, dtype, draft-model, plain.",
-        rich_help_panel=OTHERS,
-    ),
-]
-Against = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--against",
-        metavar="URL",
-        help="A server with OpenAI's protocol. A key for it comes from DFLASH_MLX_AGAINST_KEY.",
-        rich_help_panel=OTHERS,
-    ),
-]
-AgainstModel = Annotated[
-    str | None,
-    typer.Option("--against-model", metavar="NAME", help="Its model, where it lists several.", rich_help_panel=OTHERS),
-]
-AgainstMlxLm = Annotated[
-    bool,
-    typer.Option("--against-mlx-lm", help="mlx-lm's own decoding, in this process.", rich_help_panel=OTHERS),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        metavar="DIR",
-        help="Write results.json, report.html and report.md there.",
-        rich_help_panel=options.OUTPUT,
-    ),
-]
-
 
 @bench_app.callback(invoke_without_command=True)
 def bench_command(
@@ -166,25 +64,25 @@ def bench_command(
     dtype: options.Precision = options.DType.auto,
     width: options.Width = None,
     tree: options.Tree = False,
-    also: Also = None,
-    against: Against = None,
-    against_model: AgainstModel = None,
-    against_mlx_lm: AgainstMlxLm = False,
-    prompts: Prompts = None,
-    suite: SuiteName = None,
-    suite_file: SuiteFile = None,
-    category: Category = None,
-    limit: Limit = LIMIT,
-    repeat: Repeat = 1,
-    sweep: Sweep = None,
-    concurrency: Concurrency = None,
+    also: bench_options.Also = None,
+    against: bench_options.Against = None,
+    against_model: bench_options.AgainstModel = None,
+    against_mlx_lm: bench_options.AgainstMlxLm = False,
+    prompts: bench_options.Prompts = None,
+    suite: bench_options.SuiteName = None,
+    suite_file: bench_options.SuiteFile = None,
+    category: bench_options.Category = None,
+    limit: bench_options.Limit = LIMIT,
+    repeat: bench_options.Repeat = 1,
+    sweep: bench_options.Sweep = None,
+    concurrency: bench_options.Concurrency = None,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
     seed: options.Seed = None,
-    out: Out = None,
+    out: bench_options.Out = None,
     as_json: options.Json = False,
 ) -> None:
     if context.invoked_subcommand is not None:

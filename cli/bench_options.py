@@ -1,11 +1,14 @@
-"""What `dflash-mlx bench` is told in words of its own: sweeps, more contestants, numbers of streams."""
+"""The options of `dflash-mlx bench`, and what their words mean: sweeps, more contestants, numbers of streams."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from dflash_mlx.cli.options import DType, ModelChoice
+import typer
+
+from dflash_mlx.cli.options import OUTPUT, DType, ModelChoice
 from dflash_mlx.cli.settings import SETTINGS, parse
 from dflash_mlx.errors import UsageError, did_you_mean
 
@@ -16,6 +19,110 @@ if TYPE_CHECKING:
 _OF_DRAFTING = ("width", "tree")
 _OF_ANSWERS = ("context", "temperature", "max-tokens", "top-p", "top-k", "min-p", "seed")
 _OF_CONTESTANTS = ("width", "tree", "block-size", "dtype", "draft-model", "plain")
+
+
+PROMPTS = "What to measure"
+OTHERS = "Who takes part"
+
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help='Prompts of your own: a JSON object a line, with "prompt" and "category".',
+        rich_help_panel=PROMPTS,
+    ),
+]
+SuiteName = Annotated[
+    str | None,
+    typer.Option(
+        "--suite",
+        metavar="NAME",
+        help="A published suite: gsm8k, math-500, humaneval, mbpp, mt-bench or spec-bench.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+SuiteFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--suite-file",
+        metavar="FILE",
+        help="The suite's rows as JSON lines (.gz, too), instead of fetching them.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+Category = Annotated[
+    str | None,
+    typer.Option(
+        "--category", metavar="NAME", help="Only these kinds of prompts: chat,code for two.", rich_help_panel=PROMPTS
+    ),
+]
+Limit = Annotated[
+    int,
+    typer.Option(
+        "--limit",
+        metavar="N",
+        min=0,
+        help="As many prompts, a fixed sample with some of each category. 0: all.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+Repeat = Annotated[
+    int,
+    typer.Option(
+        "--repeat", metavar="N", min=1, help="Run everything N times and take medians.", rich_help_panel=PROMPTS
+    ),
+]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep",
+        metavar="NAME=A,B",
+        help="Measure each value: width, tree, context (tokens before the prompt), temperature, max-tokens and others.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+Concurrency = Annotated[
+    str | None,
+    typer.Option(
+        "--concurrency", metavar="N,N", help="Then measure so many requests at the same time.", rich_help_panel=PROMPTS
+    ),
+]
+Also = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--also",
+        metavar="NAME=VALUE,...",
+        help="One more of this project: width, tree, block-size, dtype, draft-model, plain.",
+        rich_help_panel=OTHERS,
+    ),
+]
+Against = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--against",
+        metavar="URL",
+        help="A server with OpenAI's protocol. A key for it comes from DFLASH_MLX_AGAINST_KEY.",
+        rich_help_panel=OTHERS,
+    ),
+]
+AgainstModel = Annotated[
+    str | None,
+    typer.Option("--against-model", metavar="NAME", help="Its model, where it lists several.", rich_help_panel=OTHERS),
+]
+AgainstMlxLm = Annotated[
+    bool,
+    typer.Option("--against-mlx-lm", help="mlx-lm's own decoding, in this process.", rich_help_panel=OTHERS),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Write results.json, report.html and report.md there.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

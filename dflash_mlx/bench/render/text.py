@@ -114,8 +114,9 @@ def extra_lines(results: Results, figures: Sequence[Figures]) -> list[str]:
         lines.append(f"energy a token: {', '.join(energy)} ({results.machine.get('energy')})")
     for name, split in (results.machine.get("splits") or {}).items():
         rest = "the parts overlap" if split["rest_ms"] is None else f"the rest {split['rest_ms']:.1f}"
+        drafts = "1 draft" if split["width"] == 1 else f"{split['width']} drafts"
         lines.append(
-            f"a round of {name} with {split['width']} drafts: {split['round_ms']:.1f} ms; timed alone, draft "
+            f"a round of {name} with {drafts}: {split['round_ms']:.1f} ms; timed alone, draft "
             f"{split['draft_ms']:.1f}, verification {split['verify_ms']:.1f}, {rest}"
         )
     if bandwidth := results.machine.get("bandwidth_gb_s"):
