@@ -63,7 +63,7 @@ def analyse(results: Results) -> list[Figures]:
 
 def complete_in(results: Results, setting: str) -> list[PromptResult]:
     """The prompts of a setting that every contestant has answered."""
-    return [r for r in results.prompts if r.setting == setting and all(r.of(name) for name in results.contestants)]
+    return [r for r in results.prompts if r.setting == setting and complete(results, r)]
 
 
 def _figures(results: Results, setting: str, group: str, contestant: str, prompts: Sequence[PromptResult]) -> Figures:
@@ -162,6 +162,29 @@ def by_width(rounds: Sequence[Round], *, fewest: int = 3) -> list[RoundTime]:
         for width, ms in sorted(widths.items())
         if len(ms) >= fewest
     ]
+
+
+def unlike(results: Results) -> list[str]:
+    """Where contestants did not do the same work: they read other prompts, or had read a part of them before."""
+    lines = []
+    for name in results.others:
+        both = [(r.of(results.baseline)[0], r.of(name)[0]) for r in results.prompts if complete(results, r)]
+        other = [(a, b) for a, b in both if b.prompt_tokens and a.prompt_tokens != b.prompt_tokens]
+        if other:
+            a, b = other[0]
+            lines.append(
+                f"{name} read other prompts for {len(other)} of {len(both)}, such as {b.prompt_tokens} tokens instead "
+                f"of {a.prompt_tokens}: its chat template differs"
+            )
+        cached = sum(run.cached_tokens > 0 for result in results.prompts for run in result.of(name))
+        if cached:
+            lines.append(f"{name} had read a part of the prompt before in {cached} runs: its first tokens came early")
+    return lines
+
+
+def complete(results: Results, result: PromptResult) -> bool:
+    """Whether every contestant has answered the prompt."""
+    return all(result.of(name) for name in results.contestants)
 
 
 def verdict(results: Results, figures: Sequence[Figures]) -> list[str]:

@@ -13,6 +13,7 @@ from dflash_mlx.bench.load import Arrival
 from dflash_mlx.generation import GenerationResponse, Prompt, encode, stream_generate, stream_many
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.sampling import SamplingParams
+from dflash_mlx.wired import wired
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,27 +62,28 @@ class MlxLm:
         if params.seed is not None:
             mx.random.seed(params.seed)
         steps = generate_step(mx.array(tokens), self.pair.target.model, max_tokens=limit, sampler=_sampler(params))
-        # Counted as the other contestants count: with text as it comes.
         detokenizer = self.pair.tokenizer.detokenizer
         detokenizer.reset()
-        for number, (token, _) in enumerate(steps, start=1):
-            ended = int(token) in self.pair.eos_ids
-            if not ended:
-                detokenizer.add_token(int(token))
-            finished = ended or number == limit
-            if finished:
-                detokenizer.finalize()
-            yield GenerationResponse(
-                text=detokenizer.last_segment,
-                token_ids=[int(token)],
-                prompt_tokens=len(tokens),
-                mode="plain",
-                generation_tokens=number,
-                peak_memory_gb=mx.get_peak_memory() / 1e9,
-                finish_reason=("stop" if ended else "length") if finished else None,
-            )
-            if ended:
-                return
+        # With the memory wired on Macs, as mlx-lm's own commands have it.
+        with wired(self.pair.target.model):
+            for number, (token, _) in enumerate(steps, start=1):
+                ended = int(token) in self.pair.eos_ids
+                if not ended:
+                    detokenizer.add_token(int(token))
+                finished = ended or number == limit
+                if finished:
+                    detokenizer.finalize()
+                yield GenerationResponse(
+                    text=detokenizer.last_segment,
+                    token_ids=[int(token)],
+                    prompt_tokens=len(tokens),
+                    mode="plain",
+                    generation_tokens=number,
+                    peak_memory_gb=mx.get_peak_memory() / 1e9,
+                    finish_reason=("stop" if ended else "length") if finished else None,
+                )
+                if ended:
+                    return
 
     def answer_many(self, prompts: Sequence[Prompt], params: SamplingParams, streams: int) -> Iterator[Arrival]:
         generator = BatchGenerator(

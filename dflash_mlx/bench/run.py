@@ -173,7 +173,10 @@ def run_jobs(
                     {"role": "assistant", "content": answered.of(baseline)[0].text},
                 ]
             talks[key] = [*earlier, {"role": "user", "content": text}]
-        run = time_answer(contestants[job.contestant], talks[key], job.setting.params, meter=meter, clock=clock)
+        contestant = contestants[job.contestant]
+        # This machine's energy is not that of a server elsewhere.
+        own_meter = meter if getattr(contestant, "local", True) else None
+        run = time_answer(contestant, talks[key], job.setting.params, meter=own_meter, clock=clock)
         job.result.runs.append(run)
         yield job, run
 

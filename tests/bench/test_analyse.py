@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from bench.fake import a_run, ratios, some_results
 
-from dflash_mlx.bench.analyse import analyse, between, by_position, by_width, rounds_of, times, verdict
+from dflash_mlx.bench.analyse import analyse, between, by_position, by_width, rounds_of, times, unlike, verdict
 from dflash_mlx.bench.record import Results, Round
 from dflash_mlx.bench.statistics import Interval
 
@@ -110,6 +110,17 @@ def test_other_contestants_have_a_sentence_each() -> None:
     assert "server answers 2.0 times as fast as plain." in verdict(results, analyse(results))
     # Nobody asked for its tokens to be compared.
     assert analyse(results)[-1].identical is None
+
+
+def test_contestants_that_did_other_work_are_named() -> None:
+    results = ratios([2.0] * 3)
+    assert unlike(results) == []
+    for result in results.prompts[:2]:
+        result.runs[1] = replace(result.runs[1], prompt_tokens=9, cached_tokens=4)
+    assert unlike(results) == [
+        "drafted read other prompts for 2 of 3, such as 9 tokens instead of 5: its chat template differs",
+        "drafted had read a part of the prompt before in 2 runs: its first tokens came early",
+    ]
 
 
 def test_a_server_is_compared_by_its_text() -> None:

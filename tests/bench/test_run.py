@@ -1,10 +1,12 @@
 """The order of the runs and what is measured in them, on contestants that keep their own time."""
 
+import itertools
 from collections import Counter
 
 import pytest
 from bench.fake import Time, fakes
 
+from dflash_mlx.bench.energy import Energy
 from dflash_mlx.bench.prompts import BenchPrompt
 from dflash_mlx.bench.record import Results, first_difference
 from dflash_mlx.bench.run import Setting, order, plan, run_jobs, seconds_left, time_answer, warm_up
@@ -86,6 +88,15 @@ def test_a_second_turn_follows_the_baselines_answer_for_all() -> None:
     asked = [*prompts("a"), BenchPrompt(name="a.2", category="chat", text="and then?", follows="a")]
     list(run_jobs(plan(asked, PLAIN, list(both)), both))
     assert [text for text, _ in both["plain"].time.asked] == ["a", "a", *["a | abc | and then?"] * 2]
+
+
+def test_the_energy_of_a_server_elsewhere_is_not_this_machines() -> None:
+    count = itertools.count()
+    both = fakes(same_tokens)
+    both["drafted"].local = False  # type: ignore[attr-defined]
+    meter = Energy(lambda: float(next(count)))
+    runs = [run for _, run in run_jobs(plan(prompts("a"), PLAIN, list(both)), both, meter=meter)]
+    assert [run.joules for run in runs] == [1.0, None]
 
 
 def test_what_was_measured_before_an_interruption_is_kept() -> None:

@@ -6,7 +6,7 @@ from statistics import mean
 from rich.table import Table
 from rich.text import Text
 
-from dflash_mlx.bench.analyse import ALL, Figures
+from dflash_mlx.bench.analyse import ALL, Figures, unlike
 from dflash_mlx.bench.record import PromptResult, Results
 from dflash_mlx.bench.statistics import middle, quantile
 
@@ -125,7 +125,7 @@ def extra_lines(results: Results, figures: Sequence[Figures]) -> list[str]:
         lines.append(f"memory: {bandwidth:.0f} GB/s measured; reading weights takes of that: {words or NOTHING}")
     if (cooled := results.machine.get("cooled_s") or 0) >= 1:
         lines.append(f"waited {cooled:.0f} s for the machine to cool down")
-    return lines
+    return lines + unlike(results)
 
 
 def rich_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
