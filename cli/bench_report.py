@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_mlx.cli.output import is_terminal, note, styled
+from dflash_mlx.cli.output import is_terminal, note, styled, terminal_width
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.record import Results
 
 _MOST_ROWS = 60  # prompts in the table on a terminal
+_WIDE = 120  # columns that the table of figures needs
 FILES = ("results.json", "report.html", "report.md")
 
 
@@ -32,7 +33,8 @@ def show(results: "Results", *, as_json: bool) -> None:
         _table(text.prompt_header(results), rows)
     shown = figures if len(results.contestants) <= 2 else [f for f in figures if f.group == ALL]
     if shown:
-        _table(text.FIGURE_HEADER, text.figure_rows(shown))
+        narrow = is_terminal(sys.stdout) and terminal_width() < _WIDE
+        _table(*text.figure_table(shown, narrow=narrow))
     if results.load:
         _table(text.load_header(), text.load_rows(results))
     for line in text.extra_lines(results, figures):

@@ -155,6 +155,13 @@ def test_tables_show_prompts_and_groups() -> None:
     console = Console(file=io.StringIO(), width=140)
     console.print(text.rich_table(text.prompt_header(results), rows))
     assert "no, from 4" in console.file.getvalue()  # type: ignore[attr-defined]
+    narrow = text.figure_table(analyse(results), narrow=True)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(text.rich_table(*narrow))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) == 80
+    assert all(word in shown for word in ("drafted", "acceptance", "1.65x (", "16.5"))
+    assert "…" not in shown
     figures = text.figure_rows(analyse(results))
     assert figures[-1][:2] == ["all", "drafted"]
     assert figures[-1][8] == "5 of 6"

@@ -59,6 +59,16 @@ FIGURE_HEADER = (
 )
 
 
+_FOR_NARROW = ("group", "contestant", "tok/s", "speedup", "first token", "acceptance length")
+
+
+def figure_table(figures: Sequence[Figures], *, narrow: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Header and lines; narrow: the columns that fit into 80 letters."""
+    columns = [i for i, title in enumerate(FIGURE_HEADER) if not narrow or title in _FOR_NARROW]
+    lines = [[line[i] for i in columns] for line in figure_rows(figures)]
+    return [FIGURE_HEADER[i] for i in columns], lines
+
+
 def figure_rows(figures: Sequence[Figures]) -> list[list[str]]:
     """A line of cells for each contestant in each group, with intervals where there are any."""
     return [_figure_row(f) for f in figures]
@@ -132,7 +142,7 @@ def rich_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     """A table for a terminal; lines that report a difference are red."""
     table = Table(header_style="bold")
     for column, title in enumerate(header):
-        table.add_column(title, justify="left" if column == 0 else "right", no_wrap=column == 0)
+        table.add_column(title, justify="left" if column == 0 else "right", no_wrap=column == 0, overflow="fold")
     for line in lines:
         table.add_row(*(Text(cell) for cell in line), style="red" if line[-1].startswith("no,") else "")
     return table
