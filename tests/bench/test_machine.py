@@ -1,6 +1,8 @@
 """Heat, energy and memory, from files and counters that are written down."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,6 +64,28 @@ def test_energy_of_all_packages(tmp_path: Path) -> None:
     with found():
         (tmp_path / "intel-rapl:0" / "energy_uj").write_text("5\n")
     assert found.joules is None
+
+
+def test_the_parts_of_an_apple_chip_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the package's names; a chip may lack a counter."""
+    readings = [SimpleNamespace(cpu_total_mj=n * 1000, gpu_mj=n * 500, dram_mj=None, ane_mj=0) for n in (1, 2, 4)]
+    monitor = SimpleNamespace(get_cumulative_energy=lambda: readings.pop(0))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    package = SimpleNamespace(AppleEnergyMonitor=lambda: monitor)
+    monkeypatch.setitem(sys.modules, "zeus_apple_silicon", package)  # type: ignore[arg-type]
+    found = energy.open_energy()
+    with found():
+        pass
+    assert found.joules == pytest.approx(2 + 1)
+    assert "chip" in found.source
+
+
+def test_a_mac_without_the_package_has_no_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setitem(sys.modules, "zeus_apple_silicon", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(energy, "_nvidia", lambda: None)
+    monkeypatch.setattr(energy, "_rapl", lambda: None)
+    assert energy.open_energy().source == ""
 
 
 def test_a_machine_without_counters_has_no_energy(tmp_path: Path) -> None:
