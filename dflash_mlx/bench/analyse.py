@@ -176,9 +176,10 @@ def unlike(results: Results) -> list[str]:
                 f"{name} read other prompts for {len(other)} of {len(both)}, such as {b.prompt_tokens} tokens instead "
                 f"of {a.prompt_tokens}: its chat template differs"
             )
-        cached = sum(run.cached_tokens > 0 for result in results.prompts for run in result.of(name))
-        if cached:
-            lines.append(f"{name} had read a part of the prompt before in {cached} runs: its first tokens came early")
+        runs = [run for result in results.prompts for run in result.of(name)]
+        if cached := sum(run.cached_tokens for run in runs):
+            share = cached / max(1, sum(run.prompt_tokens for run in runs))
+            lines.append(f"{name} had read {share:.0%} of the prompts before: its first tokens came that much earlier")
     return lines
 
 
@@ -214,9 +215,19 @@ def verdict(results: Results, figures: Sequence[Figures]) -> list[str]:
         if name != results.main and found is not None and found.answer_speedup:
             lines.append(
                 f"{name} answers {times(found.answer_speedup)} times as fast as {results.baseline}"
-                f"{between(found.answer_interval)}."
+                f"{between(found.answer_interval)}{_against(results, setting, name)}."
             )
     return lines
+
+
+def _against(results: Results, setting: str, name: str) -> str:
+    """The main contestant's speed over another one's."""
+    prompts = complete_in(results, setting)
+    pairs = pairs_of(prompts, name, results.main, "answer_tps")
+    found = middle(result.answer_speedup(results.main, name) for result in prompts)
+    if found is None or results.main == results.baseline:
+        return ""
+    return f"; {results.main} {times(found)} times as fast as {name}{between(ratio_interval(pairs))}"
 
 
 def _headline(what: str, own: Figures, main: str, where: str) -> str:
