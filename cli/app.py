@@ -85,7 +85,7 @@ def _add(name: str, command: Callable[..., None], epilog: str | None = None) -> 
 
 _add("generate", generate.generate_command, generate.EXAMPLES)
 _add("chat", chat.chat_command, chat.EXAMPLES)
-_add("bench", bench.bench_command, bench.EXAMPLES)
+app.add_typer(bench.bench_app, name="bench", epilog=bench.EXAMPLES)
 _add("serve", serve.serve_command, serve.EXAMPLES)
 app.add_typer(models.models_app, name="models", epilog=models.EXAMPLES)
 _add("default", default.default_command, default.EXAMPLES)

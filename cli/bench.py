@@ -1,9 +1,9 @@
-"""`dflash-mlx bench`: plain and drafted decoding side by side."""
+"""`dflash-mlx bench`: plain and drafted decoding side by side, and whoever else takes part."""
 
-import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,181 +11,227 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_mlx import __version__
-from dflash_mlx.bench.prompts import BUILT_IN, choose_category, read_prompts
-from dflash_mlx.cli import options
-from dflash_mlx.cli.output import is_terminal, note, styled, terminal_width
+from dflash_mlx.bench.prompts import BenchPrompt, built_in, choose_category, read_prompts, take
+from dflash_mlx.cli import bench_options, options
+from dflash_mlx.cli.bench_measure import Measurement, measure
+from dflash_mlx.cli.bench_options import Variant, comparable, parse_concurrency, parse_sweeps, settings_of, variants
+from dflash_mlx.cli.bench_report import print_comparison, read_result, show, write
+from dflash_mlx.cli.output import note
+from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from dflash_mlx.bench.runner import PromptResult
-    from dflash_mlx.bench.summary import Summary
+    from dflash_mlx.bench.record import Results
+    from dflash_mlx.bench.run import Setting
     from dflash_mlx.pair import ModelPair
-    from dflash_mlx.sampling import SamplingParams
 
-PROMPTS = "What to measure"
 INTERRUPTED = 128 + 2
+LIMIT = 12
 
+HELP = """Measure plain and drafted decoding in turns, and say which is faster and how sure that is.
+
+Twelve built-in prompts of six categories take some minutes; suites and files give others. The first answers warm the
+machine up and do not count. Ctrl-C keeps what is finished."""
 EXAMPLES = """[bold]Examples[/bold]
 
-  dflash-mlx bench --pair demo
+  dflash-mlx bench --pair demo --out report
 
   dflash-mlx bench --pair demo --category code --max-tokens 256 --repeat 3
 
-  dflash-mlx bench --model ./my-model --draft-model ./my-drafter --prompts mine.jsonl --json > result.json
+  dflash-mlx bench --pair demo --against http://127.0.0.1:8081 --concurrency 1,4
+
+  dflash-mlx bench --pair demo --sweep width=1,3,7 --sweep context=512,2048
+
+  dflash-mlx bench --pair demo --suite humaneval --limit 20
+
+  dflash-mlx bench compare before/results.json after/results.json
 """
 
+bench_app = typer.Typer(
+    help="\n\n".join(" ".join(paragraph.split()) for paragraph in HELP.split("\n\n")),
+    rich_markup_mode="rich",
+    no_args_is_help=False,
+)
 
+
+@bench_app.callback(invoke_without_command=True)
 def bench_command(
+    context: typer.Context,
     pair: options.Pair = None,
     model: options.Model = None,
     draft_model: options.DraftModel = None,
     no_draft: options.NoDraft = False,
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            metavar="FILE",
-            help='Prompts of your own: a JSON object a line, with "prompt" and "category".',
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    category: Annotated[
-        str | None,
-        typer.Option("--category", metavar="NAME", help="Only this kind: chat, code or math.", rich_help_panel=PROMPTS),
-    ] = None,
-    repeat: Annotated[
-        int,
-        typer.Option(
-            "--repeat", metavar="N", min=1, help="Run everything N times and take medians.", rich_help_panel=PROMPTS
-        ),
-    ] = 1,
+    width: options.Width = None,
+    tree: options.Tree = False,
+    also: bench_options.Also = None,
+    against: bench_options.Against = None,
+    against_model: bench_options.AgainstModel = None,
+    against_mlx_lm: bench_options.AgainstMlxLm = False,
+    prompts: bench_options.Prompts = None,
+    suite: bench_options.SuiteName = None,
+    suite_file: bench_options.SuiteFile = None,
+    category: bench_options.Category = None,
+    limit: bench_options.Limit = LIMIT,
+    repeat: bench_options.Repeat = 1,
+    sweep: bench_options.Sweep = None,
+    concurrency: bench_options.Concurrency = None,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
     seed: options.Seed = None,
+    out: bench_options.Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure plain and drafted decoding in turns, over twelve built-in prompts or your own.
-
-    Each prompt runs in both modes; the first runs warm the machine up and do not count. Speeds are of decoding, after
-    the first token. Ctrl-C prints what is finished so far.
-    """
-    chosen = choose_category(read_prompts(prompts) if prompts else BUILT_IN, category)
+    if context.invoked_subcommand is not None:
+        return
+    options.require_width(width, tree=tree, no_draft=no_draft)
+    drafting, answering = parse_sweeps(sweep or [])
     choice = options.ModelChoice(
         pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
     )
-    opened = choice.open()
+    own = variants(choice, width=width, tree=tree, also=also or [], sweep=drafting)
+    streams = parse_concurrency(concurrency) if concurrency else []
+    chosen, prompts_from = _prompts(prompts, suite, suite_file, category, limit)
+    opened = _open(own)
     from dflash_mlx import SamplingParams
-    from dflash_mlx.bench.runner import PromptResult
-    from dflash_mlx.bench.summary import summarize
 
-    if temperature > 0 and seed is None:
-        seed = 0
-        note("at a temperature above 0 answers can only be compared with a seed: using --seed 0")
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
-    started = datetime.now(timezone.utc)
-    results = [PromptResult(prompt=prompt) for prompt in chosen]
-    finished = _measure(opened, results, params, repeat=repeat, draft=not no_draft)
-    summaries = summarize(results, draft=not no_draft)
-    if as_json:
-        facts = _facts(opened, params, started, repeat=repeat, draft=not no_draft, finished=finished)
-        _print_json(results, summaries, facts)
-    else:
-        _print_table(results, summaries)
-    if not finished:
+    settings = settings_of(params, answering)
+    if any(setting.params.temperature > 0 for setting in settings) and seed is None:
+        note("at a temperature above 0 answers can only be compared with a seed: using --seed 0")
+    contestants = _contestants(own, opened, against or [], against_model, mlx_lm=against_mlx_lm)
+    facts = _facts(opened[own[0].name], settings[0], repeat=repeat, draft=not no_draft) | {
+        "label": pair or opened[own[0].name].name,
+        "prompts_from": prompts_from,
+    }
+    results = _results(own, contestants, settings, facts)
+    stopped = measure(
+        Measurement(results, contestants, chosen, settings, repeat=repeat, streams=streams, pair=opened[own[0].name])
+    )
+    results.facts["finished"] = stopped is None
+    if out is not None:
+        write(results, out)
+    show(results, as_json=as_json)
+    if isinstance(stopped, KeyboardInterrupt):
         raise typer.Exit(INTERRUPTED)
+    if stopped is not None:
+        raise stopped
 
 
-def _measure(
-    pair: "ModelPair", results: "list[PromptResult]", params: "SamplingParams", *, repeat: int, draft: bool
-) -> bool:
-    """Fill `results`, with progress on stderr. False if the user stopped it."""
-    from dflash_mlx.bench.runner import run_bench, warm_up
+@bench_app.command("compare")
+def compare_command(
+    a: Annotated[Path, typer.Argument(metavar="A", help="results.json of the first run, or its folder.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="That of the second run.")],
+    as_json: options.Json = False,
+) -> None:
+    """Say what changed from one result to another, and whether that is more than noise.
 
-    total = len(results) * repeat * (2 if draft else 1)
-    progress = _Progress(total)
-    try:
-        progress.show("warming up")
-        warm_up(pair, results[0].prompt, params, draft=draft)
-        for result, run in run_bench(pair, results, params, repeat=repeat, draft=draft):
-            speed = f"{run.decode_tps:.1f} tok/s" if run.decode_tps else "one token"
-            progress.show(f"{result.prompt.name} {run.mode}: {speed}", step=True)
-    except KeyboardInterrupt:
-        progress.close()
-        note(f"stopped after {progress.done} of {total} runs; the figures are of what was finished.", style="yellow")
-        return False
-    progress.close()
-    return True
+    Example: dflash-mlx bench compare before/results.json after/results.json
+    """
+    print_comparison(read_result(a), read_result(b), as_json=as_json)
 
 
-class _Progress:
-    """A line on stderr: redrawn on a terminal, a new one for each run elsewhere."""
+def _prompts(
+    file: Path | None, suite: str | None, suite_file: Path | None, category: str | None, limit: int
+) -> tuple[tuple[BenchPrompt, ...], str]:
+    """What is asked, and where it comes from in words. Raises UsageError and DownloadError."""
+    if suite_file is not None and suite is None:
+        raise UsageError("--suite-file needs --suite NAME, which says how its rows become prompts.")
+    if file is not None and suite is not None:
+        raise UsageError("--prompts and --suite both say what to ask; give one of them.")
+    if suite is not None:
+        from dflash_mlx.bench.suites import find_suite, load_suite
 
-    def __init__(self, total: int) -> None:
-        self.done = 0
-        self._total = total
-        self._live = is_terminal(sys.stderr)
-
-    def show(self, text: str, *, step: bool = False) -> None:
-        self.done += step
-        line = f"[{self.done}/{self._total}] {text}"
-        if self._live:
-            line = line[: terminal_width() - 1]
-            sys.stderr.write("\r\x1b[2K" + styled(line, "dim", sys.stderr))
-            sys.stderr.flush()
-        else:
-            note(line)
-
-    def close(self) -> None:
-        if self._live:
-            sys.stderr.write("\r\x1b[2K")
-            sys.stderr.flush()
-
-
-def _print_table(results: "Sequence[PromptResult]", summaries: "Sequence[Summary]") -> None:
-    from rich.console import Console
-
-    from dflash_mlx.bench.report import closing_lines, plain_table, rich_table, rows
-
-    lines = rows(results, summaries)
-    if is_terminal(sys.stdout):
-        Console().print(rich_table(lines, groups=len(summaries)))
+        every: tuple[BenchPrompt, ...] = tuple(load_suite(suite, suite_file, report=note))
+        words = find_suite(suite).title
     else:
-        print(plain_table(lines))
-    for line in closing_lines(summaries):
-        print(line)
+        every, words = (read_prompts(file), file.name) if file else (built_in(), "the built-in prompts")
+    found = choose_category(every, category)
+    chosen = take(found, limit, shuffle=suite is not None)
+    return chosen, f"{len(chosen)} of {len(every)} of {words}"
 
 
-def _print_json(results: "Sequence[PromptResult]", summaries: "Sequence[Summary]", facts: dict[str, Any]) -> None:
-    from dflash_mlx.bench.report import to_json
+def _open(own: Sequence[Variant]) -> "dict[str, ModelPair]":
+    """Each variant's pair; those that need the same models share them."""
+    opened: dict[options.ModelChoice, Any] = {}
+    for variant in own:
+        if variant.choice not in opened:
+            opened[variant.choice] = variant.choice.open()
+    return {variant.name: opened[variant.choice] for variant in own}
 
-    print(json.dumps(to_json(results, summaries, facts), ensure_ascii=False, indent=1))
 
-
-def _facts(
-    pair: "ModelPair", params: "SamplingParams", started: datetime, *, repeat: int, draft: bool, finished: bool
+def _contestants(
+    own: Sequence[Variant],
+    opened: "dict[str, ModelPair]",
+    against: Sequence[str],
+    against_model: str | None,
+    *,
+    mlx_lm: bool,
 ) -> dict[str, Any]:
+    """By name, the baseline first. Asks servers for their models."""
+    from dflash_mlx.bench.contestants import Local, MlxLm
+    from dflash_mlx.bench.server_client import connect
+
+    if against_model is not None and not against:
+        raise UsageError("--against-model names the model of a server; give its address with --against URL.")
+    found: dict[str, Any] = {
+        v.name: Local(name=v.name, pair=opened[v.name], draft=v.draft, width=v.width, tree=v.tree) for v in own
+    }
+    pair = opened[own[0].name]
+
+    def encode_answer(text: str) -> list[int]:
+        return list(pair.tokenizer.encode(text, add_special_tokens=False))
+
+    if mlx_lm:
+        found["mlx-lm"] = MlxLm(name="mlx-lm", pair=pair)
+    for url in against:
+        server = connect(
+            url,
+            model=against_model,
+            encode=encode_answer,
+            key=os.environ.get("DFLASH_MLX_AGAINST_KEY"),
+            likely=(pair.name, *(folder.name for folder in pair.folders[:1])),
+        )
+        if server.name in found:
+            raise UsageError(f"--against {url} is given twice.")
+        found[server.name] = server
+    return found
+
+
+def _results(
+    own: Sequence[Variant], contestants: dict[str, Any], settings: "Sequence[Setting]", facts: dict[str, Any]
+) -> "Results":
+    from dflash_mlx.bench.record import Results
+
+    others = [name for name in contestants if name not in {variant.name for variant in own}]
+    drafting = [variant.name for variant in own if variant.draft]
+    return Results(
+        facts=facts,
+        contestants={name: one.words for name, one in contestants.items()},
+        main=(drafting or others or [own[0].name])[0],
+        comparable={s.name: comparable(own, others, s.params.temperature) for s in settings},
+    )
+
+
+def _facts(pair: "ModelPair", setting: "Setting", *, repeat: int, draft: bool) -> dict[str, Any]:
     """What someone needs to judge the figures, or to measure them again."""
     from dataclasses import asdict
 
-    from dflash_mlx.runtime import backend
+    from dflash_mlx.bench.measured import machine_facts
 
     return {
-        "date": started.isoformat(timespec="seconds"),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
-        "finished": finished,
         "version": __version__,
-        "machine": {**asdict(backend()), "cpu_count": os.cpu_count()},
+        "machine": machine_facts(os.cpu_count()),
         "pair": pair.name,
         "dtype": str(pair.dtype).removeprefix("mlx.core."),
         "block_size": pair.block_size if draft else None,
-        "params": asdict(params),
+        "params": asdict(setting.params),
         "repeat": repeat,
     }

@@ -63,7 +63,7 @@ def run_comparison(
 def comparison(plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]:
     """How many times as fast drafting was, and the first token (from 1) at which the answers differ."""
     speeds = plain["generation_tps"], drafted["generation_tps"]
-    from dflash_mlx.bench.runner import first_difference
+    from dflash_mlx.bench.record import first_difference
 
     difference = first_difference(plain["token_ids"], drafted["token_ids"])
     return {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_mlx.bench.prompts import BUILT_IN, choose_category, read_prompts
+from dflash_mlx.bench.prompts import built_in, choose_category, read_prompts, short_prompts
 from dflash_mlx.cli import options
 from dflash_mlx.cli.output import LoadProgress
 
@@ -38,7 +38,8 @@ def parity_command(
         ),
     ] = None,
     category: Annotated[
-        str | None, typer.Option("--category", metavar="NAME", help="Only this kind: chat, code or math.")
+        str | None,
+        typer.Option("--category", metavar="NAME", help="Only these kinds of prompts. (default: chat,code,math)"),
     ] = None,
     max_tokens: options.MaxTokens = 64,
     samples: Annotated[
@@ -55,7 +56,8 @@ def parity_command(
     Sampled answers are counted and compared with the target's exact probabilities. The last line is the verdict; the
     exit code is 1 where drafting changed an answer.
     """
-    chosen = choose_category(read_prompts(prompts) if prompts else BUILT_IN, category)
+    known = read_prompts(prompts) if prompts else built_in() if category else short_prompts()
+    chosen = choose_category(known, category)
     choice = options.ModelChoice(pair=pair, model=model, draft_model=draft_model, block_size=block_size, dtype=dtype)
     loaded = choice.open()
     from dflash_mlx.parity import ParityReport, check_greedy, check_sampled

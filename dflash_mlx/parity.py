@@ -14,8 +14,10 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
+from dflash_mlx.bench.contestants import Local
 from dflash_mlx.bench.prompts import BenchPrompt
-from dflash_mlx.bench.runner import first_difference
+from dflash_mlx.bench.record import first_difference
+from dflash_mlx.bench.run import time_answer
 from dflash_mlx.generation import encode, generate
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.sampling import SamplingParams, sampling_scores
@@ -127,11 +129,12 @@ def check_greedy(
 ) -> list[GreedyResult]:
     """Answer each prompt plainly with mlx-lm and drafted with full blocks, and compare."""
     results = []
+    drafting = Local(name="drafted", pair=pair, width=pair.block_size - 1)
     for done, prompt in enumerate(prompts):
         if progress:
             progress(done, len(prompts))
         tokens = encode(pair, prompt.text)
-        drafted = generate(pair, tokens, SamplingParams(max_tokens=max_tokens), width=pair.block_size - 1).token_ids
+        drafted = time_answer(drafting, tokens, SamplingParams(max_tokens=max_tokens)).token_ids
         # What was asked for may not have fitted the model's context.
         plain, best = _plain(pair, tokens, max_tokens)
         at = first_difference(plain, drafted)

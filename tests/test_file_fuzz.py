@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from bench.fake import ratios
 from cases import CASES, make_weights, write_folder
 from fuzzing import VALUES, damaged_bytes, damaged_json, fuzz
 from gguf_writer import tiny_gguf, tiny_metadata, tiny_tensors, write_gguf
@@ -24,6 +25,9 @@ from test_checkpoint import BITS, torch_file
 from tiny_folder import write_target
 
 from dflash_mlx.bench import prompts
+from dflash_mlx.bench.analyse import analyse
+from dflash_mlx.bench.compare import compare, sentences
+from dflash_mlx.cli.bench_report import read_result
 from dflash_mlx.cli.line_input import read_history
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.convert import convert_drafter
@@ -199,6 +203,17 @@ READERS = {
     "conversations": (sources.read_conversations, CHATS[:2]),
     "topics": (sources.read_topics, CHATS),
 }
+
+
+@fuzz(60)
+@given(data=st.data())
+def test_results_of_bench(data: st.DataObject) -> None:
+    good = json.loads(json.dumps(ratios([1.5] * 6).to_json()))
+    raw = data.draw(damaged_json(good).map(lambda value: json.dumps(value).encode()) | damaged_bytes(lines([good])))
+    with file("results.json", raw) as path, bounded():
+        found = read_result(path)
+        sentences(compare(found, ratios([1.5] * 6)))
+        assert len(analyse(found)) < 100
 
 
 def lines(values: list[Any]) -> bytes:

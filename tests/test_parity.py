@@ -44,15 +44,15 @@ def test_a_lossless_loop_is_found_lossless() -> None:
 
 def test_a_wrong_token_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair()
-    truth = parity.generate
+    truth = parity.time_answer
 
-    def wrong(*args: object, **options: object) -> object:
-        answer = truth(*args, **options)  # type: ignore[arg-type]
+    def wrong(*args: object) -> object:
+        answer = truth(*args)  # type: ignore[arg-type]
         changed = [*answer.token_ids]
         changed[5] = (changed[5] + 1) % 40
         return replace(answer, token_ids=changed)
 
-    monkeypatch.setattr(parity, "generate", wrong)
+    monkeypatch.setattr(parity, "time_answer", wrong)
     [result, _] = check_greedy(pair, PROMPTS, max_tokens=24)
     tokens = pair.encode_chat([{"role": "user", "content": PROMPTS[0].text}])
     plain = plain_tokens(pair.target, tokens, 24, pair.eos_ids)

@@ -1,144 +1,51 @@
-"""The built-in benchmark prompts, and reading others from a file.
-
-Four each of chat, code and math, from one line to a page, because drafts are accepted most in code and least in free
-text. Each carries all that is needed to answer it, and leaves more to say than a benchmark's usual 128 tokens.
-"""
+"""What is asked in a benchmark: prompts, reading them from files, and taking a fixed sample of many."""
 
 import json
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from dflash_mlx.errors import UsageError
 
+CATEGORIES = ("chat", "code", "math", "translation", "extraction", "long-context")
+# The categories of which short checks take their prompts: together they take a minute or two on a small machine.
+SHORT = ("chat", "code", "math")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPrompt:
-    """A user message to measure with. `name` tells it apart in tables, such as "code-2"."""
+    """A user message to measure with. `name` tells it apart in tables, such as "code-2".
+
+    follows: the name of the prompt before it in a conversation of several turns, whose answer it refers to.
+    """
 
     name: str
     category: str
     text: str
+    follows: str | None = None
 
 
-_CHAT = (
-    "What should a beginner know before growing tomatoes on a balcony? Cover the pot, light, water and usual mistakes.",
-    """\
-My neighbour has agreed to look after our cat for ten days while we are away in August. Please write the note that I \
-will leave on the kitchen table. The cat is called Miso, eats twice a day, hides when the doorbell rings, and must not \
-get out through the laundry window. The vet's number is on the fridge. Keep it friendly and easy to scan.""",
-    "Explain why the sky is blue at noon and red at sunset, first for a curious ten-year-old, then for a student who "
-    "knows what a wavelength is.",
-    """\
-Here are the minutes of a short meeting:
+@cache
+def built_in() -> tuple[BenchPrompt, ...]:
+    """Four prompts of each category, one category after the other, from a sentence to some pages.
 
-- Ana: the new booking page is ready, but the translations into French and Polish are missing.
-- Tomek: the load test on Tuesday failed at 400 users; the database ran out of connections.
-- Ana: marketing wants to announce the page on the 14th.
-- Ruth: we could announce it in English only, and add the other languages a week later.
-- Tomek: I need two days to raise the connection limit and run the test again. Without that I would not announce \
-anything.
-- Ruth: then let us decide on Friday, after the second test. I will tell marketing that the date may move.
+    Each carries all that is needed to answer it, and leaves more to say than a benchmark's usual 128 tokens.
+    """
+    folder = resources.files("dflash_mlx.bench.suites")
+    prompts: list[BenchPrompt] = []
+    for category in CATEGORIES:
+        for line in folder.joinpath(f"{category}.jsonl").read_text(encoding="utf-8").splitlines():
+            prompts.append(_prompt(line, category, prompts))
+    return tuple(prompts)
 
-Write an e-mail to the whole team. Start with the decision, then list who does what by when, then name the one risk \
-that everybody should know about.""",
-)
 
-_CODE = (
-    "Write a Python function `merge_intervals(intervals)` that merges overlapping intervals, with a docstring and "
-    "three assertions that test it.",
-    """\
-This function is meant to return the n most frequent words of a text, but it has three bugs. Find them, explain each \
-in a sentence, and give the corrected function.
-
-```python
-def top_words(text, n):
-    counts = {}
-    for word in text.split(" "):
-        word = word.lower().strip(".,!?")
-        if word in counts:
-            counts[word] += 1
-        else:
-            counts[word] = 0
-    ranked = sorted(counts.items(), key=lambda item: item[1])
-    return [word for word, count in ranked[:n + 1]]
-```""",
-    """\
-Write a small command-line to-do list in Python in one file, using only the standard library. It keeps its items in \
-todo.json next to the script and knows four commands:
-
-    todo.py add "buy milk"
-    todo.py list
-    todo.py done 2
-    todo.py clear
-
-Use argparse with subcommands, number the items from 1, mark finished ones with [x], and answer an unknown number with \
-a clear message and exit code 1.""",
-    """\
-Rewrite this JavaScript class in TypeScript. Add types everywhere, make the fields private, replace the callback by a \
-promise, and keep the behaviour as it is.
-
-```javascript
-class Cache {
-  constructor(limit, load) {
-    this.limit = limit;
-    this.load = load;
-    this.items = new Map();
-  }
-
-  get(key, callback) {
-    if (this.items.has(key)) {
-      const value = this.items.get(key);
-      this.items.delete(key);
-      this.items.set(key, value);
-      callback(null, value);
-      return;
-    }
-    this.load(key, (error, value) => {
-      if (error) {
-        callback(error);
-        return;
-      }
-      this.items.set(key, value);
-      if (this.items.size > this.limit) {
-        const oldest = this.items.keys().next().value;
-        this.items.delete(oldest);
-      }
-      callback(null, value);
-    });
-  }
-}
-```""",
-)
-
-_MATH = (
-    "A bakery sells 48 rolls in the morning and two thirds as many in the afternoon, at 0.65 euros each. How much "
-    "money does it take in the whole day? Show each step.",
-    "Solve the equation 2x^2 - 7x + 3 = 0 step by step with the quadratic formula, and check both solutions by putting "
-    "them into the equation.",
-    """\
-A train leaves Alder at 9:15 and drives to Birch, 180 km away, at 80 km/h. A second train leaves Birch at 9:45 and \
-drives to Alder on the other track at 100 km/h. At what time do the trains meet, and how far from Alder is that? Write \
-down what is known, set up an equation, solve it, and say in a sentence why the answer makes sense.""",
-    """\
-A class recorded how many books each pupil read in a month:
-
-books   0   1   2   3   4   5
-pupils  2   5   8   6   3   1
-
-1. How many pupils are there, and how many books did they read together?
-2. Work out the mean, the median and the mode.
-3. One more pupil joins, who has read 12 books. Work out the three numbers again.
-4. Which of the three changes most, and what does that say about choosing an average?
-
-Number your answers in the same way and show the calculations.""",
-)
-
-BUILT_IN: tuple[BenchPrompt, ...] = tuple(
-    BenchPrompt(name=f"{category}-{number}", category=category, text=text)
-    for category, texts in (("chat", _CHAT), ("code", _CODE), ("math", _MATH))
-    for number, text in enumerate(texts, start=1)
-)
+def short_prompts() -> tuple[BenchPrompt, ...]:
+    """The twelve built-in prompts of chat, code and math."""
+    return choose_category(built_in(), ",".join(SHORT))
 
 
 def read_prompts(path: Path) -> tuple[BenchPrompt, ...]:
@@ -181,11 +88,66 @@ def _prompt(line: str, where: str, before: list[BenchPrompt]) -> BenchPrompt:
 
 
 def choose_category(prompts: tuple[BenchPrompt, ...], category: str | None) -> tuple[BenchPrompt, ...]:
-    """The prompts of one category, or all. Raises UsageError, naming the categories there are."""
+    """The prompts of one category, of several with commas between them, or all.
+
+    Raises UsageError, naming the categories there are.
+    """
     if category is None:
         return prompts
-    chosen = tuple(prompt for prompt in prompts if prompt.category == category)
-    if not chosen:
-        known = ", ".join(dict.fromkeys(prompt.category for prompt in prompts))
-        raise UsageError(f"no prompt has the category {category!r}; there are: {known}.")
-    return chosen
+    known = list(dict.fromkeys(prompt.category for prompt in prompts))
+    wanted = [name.strip() for name in category.split(",")]
+    for name in wanted:
+        if name not in known:
+            raise UsageError(f"no prompt has the category {name!r}; there are: {', '.join(known)}.")
+    return tuple(prompt for prompt in prompts if prompt.category in wanted)
+
+
+def take(prompts: Sequence[BenchPrompt], limit: int, *, shuffle: bool = False) -> tuple[BenchPrompt, ...]:
+    """`limit` conversations, as many of each category as can be, in the order of `prompts`; all of them when it is 0.
+
+    shuffle: not the first ones of each category but a fixed sample, the same on every machine. A conversation's later
+    turns come along with its first.
+    """
+    firsts = [prompt for prompt in prompts if prompt.follows is None]
+    if not limit or limit >= len(firsts):
+        return tuple(prompts)
+    by_category: dict[str, list[BenchPrompt]] = {}
+    for prompt in firsts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    if shuffle:
+        for group in by_category.values():
+            random.Random(0).shuffle(group)
+    ranked = sorted(
+        (rank, place, prompt.name)
+        for place, group in enumerate(by_category.values())
+        for rank, prompt in enumerate(group)
+    )
+    chosen = {name for _, _, name in ranked[:limit]}
+    kept: list[BenchPrompt] = []
+    for prompt in prompts:
+        if prompt.name in chosen or prompt.follows in {p.name for p in kept[-1:]}:
+            kept.append(prompt)
+    return tuple(kept)
+
+
+def padder(count: Callable[[str], int]) -> Callable[[str, int], str]:
+    """A function that puts text before a prompt until it has about so many tokens, as `count` counts them.
+
+    The text comes from the built-in long prompts, from the beginning again where they are not enough. A prompt that is
+    long enough by itself stays as it is.
+    """
+    filler = "\n\n".join(prompt.text for prompt in built_in() if prompt.category == "long-context")
+
+    def pad(text: str, tokens: int) -> str:
+        padded, characters = text, 0.0
+        # The number of characters a token has differs from place to place, so the first guess is put right.
+        for _ in range(3):
+            missing = tokens - count(padded)
+            if characters == 0 and missing <= 0:
+                return text
+            characters = max(1.0, characters + missing * len(filler) / count(filler))
+            whole = filler * (1 + int(characters) // len(filler))
+            padded = f"{whole[: int(characters)]}\n\n{text}"
+        return padded
+
+    return pad

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from dflash_mlx.bench.prompts import BUILT_IN
-from dflash_mlx.generation import generate
+from dflash_mlx.bench.contestants import Local
+from dflash_mlx.bench.prompts import short_prompts, take
+from dflash_mlx.bench.run import time_answer
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.sampling import SamplingParams
 
@@ -22,7 +23,7 @@ def perplexity(pair: ModelPair, texts: Sequence[str] | None = None) -> tuple[flo
     one model, not for comparing models.
     """
     loss, count = 0.0, 0
-    for text in texts or [prompt.text for prompt in BUILT_IN]:
+    for text in texts or [prompt.text for prompt in short_prompts()]:
         tokens = pair.encode_prompt(text)[:_LONGEST]
         if len(tokens) < 2:
             continue
@@ -46,17 +47,16 @@ def acceptance(pair: ModelPair, *, prompts: int = 6, max_tokens: int = 48, progr
 
     Blocks are full so that the figure depends on the models and not on this machine's speed.
     """
-    # From each category the first, then the second, ...: they stand in the list one category after the other.
-    step = len(BUILT_IN) // 3
-    chosen = [BUILT_IN[(i % 3) * step + i // 3] for i in range(min(prompts, len(BUILT_IN)))]
+    chosen = take(short_prompts(), prompts)
+    drafting = Local(name="drafted", pair=pair, width=pair.block_size - 1)
     rounds = drafted = accepted = tokens = 0
     for done, prompt in enumerate(chosen):
         if progress:
             progress(done, len(chosen))
-        answer = generate(pair, prompt.text, SamplingParams(max_tokens=max_tokens), width=pair.block_size - 1)
-        assert answer.acceptance is not None
-        rounds += answer.acceptance.rounds
-        drafted += answer.acceptance.drafted
-        accepted += answer.acceptance.accepted
-        tokens += answer.acceptance.tokens
+        found = time_answer(drafting, prompt.text, SamplingParams(max_tokens=max_tokens)).acceptance
+        assert found is not None
+        rounds += found["rounds"]
+        drafted += found["drafted"]
+        accepted += found["accepted"]
+        tokens += found["tokens"]
     return Kept(tokens / max(rounds, 1), accepted / max(drafted, 1))

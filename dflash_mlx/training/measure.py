@@ -9,9 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from dflash_mlx.bench.contestants import Local
+from dflash_mlx.bench.record import Run
+from dflash_mlx.bench.run import time_answer
 from dflash_mlx.checks import check_pair, check_shapes
 from dflash_mlx.drafters.checkpoint import load_drafter
-from dflash_mlx.generation import GenerationResponse, generate
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.target import Target
@@ -80,14 +82,13 @@ def measure_pair(
 
     Returns whether all are there now; False when `deadline` (time.monotonic()) came first.
     """
-    width = pair.block_size - 1
+    drafting = Local(name="drafted", pair=pair, width=pair.block_size - 1)
     while len(log.answers) < len(held_out):
         if deadline is not None and time.monotonic() >= deadline:
             return False
         conversation = held_out[len(log.answers)]
         prompt = conversation.tokens[: conversation.spans[0][0]].tolist()
-        answer = generate(pair, prompt, SamplingParams(max_tokens=max_tokens), width=width)
-        log.answers.append(_record(answer))
+        log.answers.append(_record(time_answer(drafting, prompt, SamplingParams(max_tokens=max_tokens))))
         log.save()
         rounds, tokens = (sum(a[key] for a in log.answers) for key in ("rounds", "tokens"))
         progress.update(
@@ -97,16 +98,9 @@ def measure_pair(
     return True
 
 
-def _record(answer: GenerationResponse) -> dict[str, Any]:
-    acceptance = answer.acceptance
-    assert acceptance is not None
-    seconds = (answer.generation_tokens - 1) / answer.generation_tps if answer.generation_tps else 0.0
-    return {
-        "rounds": acceptance.rounds,
-        "tokens": acceptance.tokens,
-        "histogram": list(acceptance.histogram),
-        "seconds": round(seconds, 4),
-    }
+def _record(run: Run) -> dict[str, Any]:
+    assert run.acceptance is not None
+    return {key: run.acceptance[key] for key in ("rounds", "tokens", "histogram")} | {"seconds": round(run.decode_s, 4)}
 
 
 def summarize(answers: list[dict[str, Any]], *, width: int, max_tokens: int) -> dict[str, Any] | None:

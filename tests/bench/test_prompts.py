@@ -5,19 +5,36 @@ from pathlib import Path
 
 import pytest
 
-from dflash_mlx.bench.prompts import BUILT_IN, choose_category, read_prompts
+from dflash_mlx.bench.prompts import CATEGORIES, built_in, choose_category, padder, read_prompts, short_prompts, take
 from dflash_mlx.errors import UsageError
 
 
-def test_four_prompts_each_of_chat_code_and_math() -> None:
-    assert [prompt.name for prompt in BUILT_IN] == [
-        f"{category}-{n}" for category in ("chat", "code", "math") for n in (1, 2, 3, 4)
+def test_four_prompts_of_each_category() -> None:
+    assert [prompt.name for prompt in built_in()] == [
+        f"{category}-{n}" for category in CATEGORIES for n in (1, 2, 3, 4)
     ]
-    assert len({prompt.text for prompt in BUILT_IN}) == 12
-    # Varied lengths: the longest is a page, the shortest a sentence or two; and none asks for nothing.
-    lengths = sorted(len(prompt.text) for prompt in BUILT_IN)
+    assert len({prompt.text for prompt in built_in()}) == 24
+    # Varied lengths: the longest is several pages, the shortest a sentence or two; and none asks for nothing.
+    lengths = sorted(len(prompt.text) for prompt in built_in())
     assert lengths[0] > 60
-    assert lengths[-1] > 5 * lengths[0]
+    assert lengths[-1] > 50 * lengths[0]
+    assert {prompt.category for prompt in short_prompts()} == {"chat", "code", "math"}
+    assert len(short_prompts()) == 12
+
+
+def test_a_sample_has_as_many_of_each_category_as_can_be() -> None:
+    assert [prompt.name for prompt in take(built_in(), 12)] == [f"{c}-{n}" for c in CATEGORIES for n in (1, 2)]
+    assert [p.name for p in take(short_prompts(), 4)] == ["chat-1", "chat-2", "code-1", "math-1"]
+    assert take(built_in(), 99) == take(built_in(), 0) == built_in()
+
+
+def test_context_is_put_before_a_prompt_until_it_is_long_enough() -> None:
+    pad = padder(lambda text: len(text.split()))
+    for tokens in (200, 20_000):
+        padded = pad("What was that?", tokens)
+        assert padded.endswith("\n\nWhat was that?")
+        assert abs(len(padded.split()) - tokens) < 0.02 * tokens
+    assert pad("long enough as it is", 3) == "long enough as it is"
 
 
 def test_a_file_gives_prompts_with_names_and_categories(tmp_path: Path) -> None:
@@ -63,5 +80,6 @@ def test_a_missing_or_empty_file_and_an_unknown_category_are_refused(tmp_path: P
     (tmp_path / "empty.jsonl").write_text("\n", encoding="utf-8")
     with pytest.raises(UsageError, match="has no prompts"):
         read_prompts(tmp_path / "empty.jsonl")
-    with pytest.raises(UsageError, match="there are: chat, code, math"):
-        choose_category(BUILT_IN, "poetry")
+    assert [p.name for p in choose_category(built_in(), "math, chat")][3:5] == ["chat-4", "math-1"]
+    with pytest.raises(UsageError, match="there are: chat, code, math, translation, extraction, long-context"):
+        choose_category(built_in(), "poetry")
