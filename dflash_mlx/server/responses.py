@@ -16,7 +16,7 @@ from dflash_mlx.server.prompts import earlier_call, effort_variables, template_v
 from dflash_mlx.server.responses_reply import ResponseReply
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.streaming import EventStream, unless_gone
-from dflash_mlx.server.tools import Offer, function_tool, offer
+from dflash_mlx.server.tools import Offer, function_tool, offer, read_choice
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"  # asked for by clients that keep nothing; our reasoning is plain text
@@ -56,8 +56,6 @@ def read_request(service: Service, fields: Fields) -> ResponseRequest:
     if text is not None:
         text.without_effect("verbosity")
         text.done()
-    if wants_json and offered.tools:
-        raise RequestError("text.format and tools cannot be used together.", param="text")
     instructions = fields.text("instructions")
     first = [{"role": "system", "content": instructions}] if instructions else []
     asked = ResponseRequest(
@@ -126,12 +124,8 @@ def _read_tools(fields: Fields, tokenizer: Any) -> Offer:
             fields.ignore(f"{tool.where('type')}.{kind}")
             continue
         tools.append(function_tool(tool))
-    choice = fields.any("tool_choice")
-    if isinstance(choice, dict):
-        choice = "of a named function"
-    if choice is not None and not isinstance(choice, str):
-        raise fields.wrong("tool_choice", "auto or none")
-    return offer(tools, choice or "auto", fields.flag("parallel_tool_calls", True), tokenizer)
+    choice, only = read_choice(fields)
+    return offer(tools, choice, fields.flag("parallel_tool_calls", True), tokenizer, only=only)
 
 
 def _conversation(fields: Fields) -> list[dict[str, Any]]:

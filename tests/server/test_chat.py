@@ -203,10 +203,17 @@ def test_what_cannot_be_done_is_refused(options, param):
     assert found.value.type == "invalid_request_error"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_calls_cannot_be_forced(choice):
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"type": "function", "function": {"name": "other"}}, "not among the tools"),
+        ("sometimes", "auto, none, required"),
+        ({"type": "custom", "custom": {"name": "weather"}}, "type function"),
+    ],
+)
+def test_calls_that_cannot_be_forced(choice, reason):
     pair = FakePair(FakeTokenizer(has_tool_calling=True))
-    with running(pair=pair) as server, pytest.raises(openai.BadRequestError, match="cannot force"):
+    with running(pair=pair) as server, pytest.raises(openai.BadRequestError, match=reason):
         server.openai().chat.completions.create(model="fake", messages=ASK, tools=[WEATHER], tool_choice=choice)
 
 
@@ -253,7 +260,7 @@ def test_completions():
         chunks = list(client.completions.create(model="fake", prompt="a longer text than sixteen", stream=True))
         assert "".join(c.choices[0].text for c in chunks) == "A LONGER TEXT TH", "OpenAI's limit where none is given"
         assert chunks[-1].choices[0].finish_reason == "length"
-        refused = [{"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]}]
+        refused = [{"echo": 1}, {"max_tokens": -2}, {"best_of": 3}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]}]
         for wrong in refused:
             with pytest.raises(openai.BadRequestError):
                 client.completions.create(**{"model": "fake", "prompt": "x", **wrong})
