@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from dflash_mlx.decoding.schemas import closed
 from dflash_mlx.drafters.contract import Proposal
 from dflash_mlx.errors import DFlashError, UsageError
 
@@ -178,7 +179,7 @@ def json_rule(schema: dict[str, Any] | None) -> str:
 
 
 def _any_object(schema: dict[str, Any] | None) -> dict[str, Any]:
-    return {"type": "object"} if schema is None else schema
+    return {"type": "object"} if schema is None else closed(schema)
 
 
 def _constraint(pair: Speaks, grammar: str) -> Constraint:
