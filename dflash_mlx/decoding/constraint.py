@@ -36,6 +36,10 @@ class Guide(Protocol):
     def allowed(self, drafts: list[int]) -> tuple[int, Bits]:
         """How many of the drafts may come, one after another, and what may come at their rows and the one after."""
 
+    @property
+    def done(self) -> bool:
+        """Whether anything may come from now on, so that the guide is needed no longer."""
+
 
 class Constraint(Protocol):
     """What the text of an answer must look like. May serve any number of answers, also at the same time."""
@@ -117,6 +121,10 @@ class _GrammarGuide:
         self._require_sound()
         return count, bits
 
+    @property
+    def done(self) -> bool:
+        return False
+
     def _fill(self, row: npt.NDArray[np.uint32]) -> None:
         row[:] = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._words]
 
@@ -142,6 +150,10 @@ class AtLeast:
 
     def advance(self, tokens: list[int]) -> None:
         self._missing -= len(tokens)
+
+    @property
+    def done(self) -> bool:
+        return self._missing <= 0
 
     def allowed(self, drafts: list[int]) -> tuple[int, Bits]:
         bits = np.full((len(drafts) + 1, self._words), 0xFFFFFFFF, dtype=np.uint32)

@@ -5,6 +5,10 @@ import json
 import openai
 import pytest
 from fakes import EOS, FakePair, FakeTokenizer, FakeWorker, running
+from tiny_pair import make_templated_pair
+
+from dflash_mlx.server.failures import RequestError
+from dflash_mlx.server.prompts import encode_chat
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -289,3 +293,24 @@ def test_a_prompt_counts_once_however_many_answers_it_gets():
         texts = server.openai().completions.create(model="fake", prompt=["one", "three"], n=3, max_tokens=4).usage
         assert (texts.prompt_tokens, texts.prompt_tokens_details.cached_tokens) == (len("one" + "three"), 2 * 2)
         assert texts.completion_tokens == 2 * 3 * 4
+
+
+STRICT = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
+    "{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_instructions_are_joined_where_the_template_wants_that():
+    pair = make_templated_pair()
+    roles = [("system", "A"), ("system", "B"), ("user", "C"), ("user", "D"), ("assistant", "E"), ("user", "F")]
+    messages = [{"role": role, "content": content} for role, content in roles]
+    loose = pair.tokenizer.decode(encode_chat(pair, messages, (), {}))
+    assert loose == "<system>A\n<system>B\n<user>C\n<user>D\n<assistant>E\n<user>F\n<assistant>"
+    pair.tokenizer._tokenizer.chat_template = STRICT
+    strict = pair.tokenizer.decode(encode_chat(pair, messages, (), {}))
+    assert strict == "<system>A\n\nB<user>C\n\nD<assistant>E<user>F<assistant>"
+    with pytest.raises(RequestError, match="system first"):
+        encode_chat(pair, [*messages, messages[4], messages[4]], (), {})
