@@ -117,6 +117,16 @@ Temperature = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
+ChosenTemperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="X",
+        help="0 always takes the likeliest token; 0.7 to 1 varies the wording. (default: 0, or your default)",
+        parser=parser("temperature"),
+        rich_help_panel=SAMPLING,
+    ),
+]
 TopP = Annotated[
     float,
     typer.Option(
@@ -173,6 +183,10 @@ System = Annotated[
         "--system", metavar="TEXT", help="Instructions that come before the conversation.", rich_help_panel=SAMPLING
     ),
 ]
+Plain = Annotated[
+    bool,
+    typer.Option("--plain", help="Show answers as they are written, Markdown included.", rich_help_panel=OUTPUT),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.", rich_help_panel=OUTPUT)]
 Stats = Annotated[
     bool | None,
@@ -182,6 +196,20 @@ Stats = Annotated[
         rich_help_panel=OUTPUT,
         show_default=False,
     ),
+]
+
+
+class Thinking(str, Enum):
+    """Whether a model that can reason does it. auto: as its chat template has it."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
+ThinkingOption = Annotated[
+    Thinking,
+    typer.Option("--thinking", help="Whether a model that can reason does it.", rich_help_panel=SAMPLING),
 ]
 
 
