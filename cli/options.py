@@ -1,5 +1,6 @@
 """The options that several commands share, and what they become: a loaded pair, sampling parameters."""
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +10,13 @@ import typer
 from dflash_mlx.cli.live import quiet_keyboard
 from dflash_mlx.cli.output import LoadProgress, note
 from dflash_mlx.cli.settings import parser
-from dflash_mlx.errors import UsageError
+from dflash_mlx.errors import DFlashError, UsageError
 
 if TYPE_CHECKING:
     from dflash_mlx.pair import ModelPair
 
+# What errors of pairs advise, for commands that can do without a drafter.
+_PLAIN_HINT = re.compile(r",? or run (plainly )?with --no-draft")
 MODELS = "Which models"
 SAMPLING = "How to answer"
 OUTPUT = "What to print"
@@ -223,7 +226,7 @@ def require_width(width: int | None, *, tree: bool, no_draft: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """What the user said about the models."""
+    """What the user said about the models. can_be_plain: the command has --no-draft."""
 
     pair: str | None = None
     model: str | None = None
@@ -231,6 +234,7 @@ class ModelChoice:
     no_draft: bool = False
     block_size: int | None = None
     dtype: DType = DType.auto
+    can_be_plain: bool = True
 
     def open(self) -> "ModelPair":
         """Load it, with progress on stderr. Raises what `load_pair` raises."""
@@ -239,15 +243,20 @@ class ModelChoice:
             progress.report("starting MLX", None)
             from dflash_mlx import load_pair
 
-            pair = load_pair(
-                self.pair,
-                model=self.model,
-                draft_model=self.draft_model,
-                draft=not self.no_draft,
-                dtype=self.dtype.value,
-                block_size=self.block_size,
-                report=progress.report,
-            )
+            try:
+                pair = load_pair(
+                    self.pair,
+                    model=self.model,
+                    draft_model=self.draft_model,
+                    draft=not self.no_draft,
+                    dtype=self.dtype.value,
+                    block_size=self.block_size,
+                    report=progress.report,
+                )
+            except DFlashError as error:
+                if not self.can_be_plain:
+                    error.args = (_PLAIN_HINT.sub("", str(error)), *error.args[1:])
+                raise
         for warning in pair.warnings:
             note(warning, style="yellow")
         return pair

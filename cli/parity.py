@@ -56,7 +56,9 @@ def parity_command(
     exit code is 1 where drafting changed an answer.
     """
     chosen = choose_category(read_prompts(prompts) if prompts else BUILT_IN, category)
-    choice = options.ModelChoice(pair=pair, model=model, draft_model=draft_model, block_size=block_size, dtype=dtype)
+    choice = options.ModelChoice(
+        pair=pair, model=model, draft_model=draft_model, block_size=block_size, dtype=dtype, can_be_plain=False
+    )
     loaded = choice.open()
     from dflash_mlx.parity import ParityReport, check_greedy, check_sampled
 
