@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_mlx.cli import settings
+from dflash_mlx.cli.clipboard import copy
 from dflash_mlx.cli.conversation import Conversation
+from dflash_mlx.cli.kept import as_list, list_kept
 from dflash_mlx.cli.output import picture
 from dflash_mlx.cli.prompt import attachment
 from dflash_mlx.errors import UsageError, did_you_mean
@@ -34,8 +36,11 @@ HELP = """\
 /draft on|off      draft or decode plainly from now on: the words are the same, the speed is not
 /reset             forget the conversation (instructions stay)
 /system TEXT       set the instructions; without TEXT, show them; /system - takes them away
-/set NAME VALUE    change max-tokens, temperature, top-p, top-k, min-p, seed or draft (on, off); alone, show them
+/set NAME VALUE    change max-tokens, temperature, top-p, top-k, min-p, seed, draft (on, off)
+                   or thinking (on, off, auto); alone, show them
 /stats             speed and acceptance, last answer and whole conversation
+/load              list the conversations that are kept; /load N goes on with one of them
+/copy              copy the last answer to the clipboard
 /save FILE         save the conversation as Markdown, or as JSON if FILE ends in .json; /save! replaces a file
 /exit              leave (Ctrl-D does, too)
 
@@ -43,6 +48,7 @@ A line that ends with \\ goes on with the next one; text between two \"\"\" can 
 with a slash, put a space in front. Lines that are pasted together are one message. The Tab
 key completes commands. Ctrl-C stops an answer."""
 
+_THINKING = {"auto": None, "on": True, "off": False}
 _CHANGEABLE = ("max-tokens", "temperature", "top-p", "top-k", "min-p", "seed")
 
 
@@ -66,7 +72,7 @@ def completions(line: str) -> list[str]:
     if name in ("/file", "/save", "/save!"):
         found = sorted(glob.glob(glob.escape(os.path.expanduser(argument)) + "*"))
         return [f"{name} {path}{'/' if os.path.isdir(path) else ''}" for path in found]
-    known = {"/set": [f"{setting} " for setting in (*_CHANGEABLE, "draft")], "/draft": ["on", "off"]}
+    known = {"/set": [f"{setting} " for setting in (*_CHANGEABLE, "draft", "thinking")], "/draft": ["on", "off"]}
     return [f"{name} {word}" for word in known.get(name, []) if word.startswith(argument)]
 
 
@@ -122,7 +128,8 @@ def _draft(conversation: Conversation, argument: str) -> str:
 def _set(conversation: Conversation, argument: str) -> str:
     if not argument:
         lines = [f"{name} {conversation.settings[name.replace('-', '_')]}" for name in _CHANGEABLE]
-        return "\n".join([*lines, f"draft {'on' if conversation.draft else 'off'}"])
+        thinking = {None: "auto", True: "on", False: "off"}[conversation.thinking]
+        return "\n".join([*lines, f"draft {'on' if conversation.draft else 'off'}", f"thinking {thinking}"])
     name, _, text = argument.partition(" ")
     name, text = name.lower().lstrip("-").replace("_", "-"), text.strip()
     if name == "draft":
@@ -131,8 +138,12 @@ def _set(conversation: Conversation, argument: str) -> str:
         if text == "on" and conversation.pair.drafter is None:
             raise UsageError("no drafter is loaded; start chat without --no-draft.")
         conversation.draft = text == "on"
+    elif name == "thinking":
+        if text not in _THINKING:
+            raise UsageError(f"thinking is {text!r}; expected on, off or auto.")
+        conversation.thinking = _THINKING[text]
     elif name not in _CHANGEABLE:
-        raise UsageError(f"there is no setting {name!r}; there are {', '.join(_CHANGEABLE)} and draft.")
+        raise UsageError(f"there is no setting {name!r}; there are {', '.join(_CHANGEABLE)}, draft and thinking.")
     else:
         none = name == "seed" and text in ("none", "off")
         conversation.settings[name.replace("-", "_")] = None if none else settings.parse(name, text)
@@ -178,6 +189,27 @@ def _replace(conversation: Conversation, argument: str) -> str:
     return _save(conversation, argument, replace=True)
 
 
+def _load(conversation: Conversation, argument: str) -> str:
+    found = list_kept()
+    if not found:
+        raise UsageError("no conversation is kept yet.")
+    if not argument:
+        return as_list(found)
+    if not argument.isdecimal() or not 1 <= int(argument) <= len(found):
+        raise UsageError(f"/load takes a number from 1 to {len(found)}; got {argument[:40]!r}.")
+    chosen = found[int(argument) - 1]
+    conversation.load(chosen)
+    turns = sum(message["role"] == "user" for message in chosen.messages)
+    return f"Going on with: {chosen.title} ({turns} {'turn' if turns == 1 else 'turns'})"
+
+
+def _copy(conversation: Conversation, argument: str) -> str:
+    answer = next((m["content"] for m in reversed(conversation.messages) if m["role"] == "assistant"), None)
+    if answer is None:
+        raise UsageError("there is no answer to copy yet.")
+    return f"Copied by {copy(answer.strip())}."
+
+
 def _exit(conversation: Conversation, argument: str) -> str:
     raise LeaveChat
 
@@ -192,6 +224,8 @@ _COMMANDS: dict[str, Callable[[Conversation, str], str | Retry]] = {
     "/system": _system,
     "/set": _set,
     "/stats": _stats,
+    "/load": _load,
+    "/copy": _copy,
     "/save": _save,
     "/save!": _replace,
     "/exit": _exit,

@@ -61,7 +61,7 @@ def run_comparison(
 
 
 def comparison(plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]:
-    """How many times as fast drafting was, and the first token (from 1) at which the answers differ."""
+    """How many times as fast drafting was, and the first token (counted from 0, as bench does) that differs."""
     speeds = plain["generation_tps"], drafted["generation_tps"]
     from dflash_mlx.bench.record import first_difference
 
@@ -69,7 +69,7 @@ def comparison(plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]
     return {
         "speedup": round(speeds[1] / speeds[0], 3) if all(speeds) else None,
         "same_tokens": difference is None,
-        "first_difference": None if difference is None else difference + 1,
+        "first_difference": difference,
     }
 
 
@@ -89,7 +89,7 @@ def verdict(plain: dict[str, Any], drafted: dict[str, Any]) -> list[str]:
         lines.append(f"the words are the same: all {len(plain['token_ids'])} tokens are identical")
     else:
         lines.append(
-            f"the words differ from token {found['first_difference']} on; "
+            f"the words differ after {found['first_difference']} equal tokens; "
             "`dflash-mlx parity` says whether that is rounding"
         )
     return lines

@@ -5,11 +5,14 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from dflash_mlx.cli.kept import Kept, keep, new_path
 from dflash_mlx.cli.live import LiveText
 from dflash_mlx.cli.output import READING, live_line
+from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_mlx.generation import GenerationResponse
@@ -83,9 +86,23 @@ class Conversation:
     last: "GenerationResponse | None" = None
     interrupted: bool = False
     attached: list[str] = field(default_factory=list)  # files that go with the next question
+    thinking: bool | None = None  # whether a model that can reason does it; None: as its template has it
+    path: Path | None = None  # where it is kept; None: nowhere
 
     def __post_init__(self) -> None:
         self.session = self.pair.new_session()
+
+    def keep(self) -> None:
+        """Write what there is to the disk, where that is wanted. Raises DFlashError."""
+        if self.path is not None:
+            keep(self.path, self.pair.name, self.messages)
+
+    def load(self, kept: Kept) -> None:
+        """Go on with a conversation from the disk."""
+        self.reset()
+        self.messages = [dict(message) for message in kept.messages]
+        if self.path is not None:
+            self.path = kept.path
 
     def set_system(self, text: str | None) -> None:
         """Set the instructions in front of the conversation; None or "" takes them away."""
@@ -99,6 +116,8 @@ class Conversation:
         self.messages = [message for message in self.messages if message["role"] == "system"]
         self.attached.clear()
         self.session = self.pair.new_session()
+        if self.path is not None:
+            self.path = new_path()
 
     def undo(self) -> str | None:
         """Take the last question and its answer back; returns the question, None where there is none."""
@@ -135,7 +154,7 @@ class Conversation:
             with stop_switch() as switch:
                 responses = stream_generate(
                     self.pair,
-                    self.messages,
+                    self._prompt(),
                     params,
                     session=self.session,
                     draft=self.draft,
@@ -166,6 +185,18 @@ class Conversation:
         if self.last is not None:
             self.totals.add(self.last)
         return notices
+
+    def _prompt(self) -> "list[dict[str, str]] | list[int]":
+        """The messages or, where the template is told of reasoning, their tokens. Raises UsageError."""
+        if self.thinking is None:
+            return self.messages
+        tokenizer = self.pair.tokenizer
+        if not tokenizer.has_chat_template:
+            raise UsageError(
+                "this model has no chat template that could turn reasoning on or off; use --thinking auto."
+            )
+        options = {"add_generation_prompt": True, "enable_thinking": self.thinking}
+        return list(tokenizer.apply_chat_template(self.messages, **options))
 
     def to_json(self) -> str:
         return json.dumps({"pair": self.pair.name, "messages": self.messages}, ensure_ascii=False, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""The pair that `chat` and `generate` take when none is named, and `dflash-mlx default`, which remembers one."""
+"""What `chat` and `generate` take when nothing is said, and `dflash-mlx default`, which remembers it."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import typer
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.output import note
+from dflash_mlx.cli.settings import SETTINGS, parser
 from dflash_mlx.errors import DFlashError, UsageError
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -18,6 +19,8 @@ EXAMPLES = """[bold]Examples[/bold]
   dflash-mlx default qwen3-4b
 
   dflash-mlx default
+
+  dflash-mlx default --temperature 0.7 --system "Answer in one sentence."
 
   dflash-mlx default --clear
 """
@@ -28,26 +31,40 @@ def default_command(
     pair: Annotated[
         str | None, typer.Argument(metavar="[PAIR]", help="A known pair.", autocompletion=options.complete_pair)
     ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Forget the pair that was remembered.")] = False,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", metavar="X", help="Remember a temperature.", parser=parser("temperature")),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help='Remember instructions. "" forgets them.')
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Forget all that was remembered.")] = False,
 ) -> None:
-    """Remember the pair that chat and generate use when none is named; without PAIR, say which one that is.
+    """Remember what chat and generate use when nothing is said: a pair, a temperature, instructions.
 
-    When nothing is remembered, it is the largest known pair that is downloaded and fits this machine, else the demo.
+    Without any of these, say what it is. When no pair is remembered, it is the largest known pair that is downloaded
+    and fits this machine, else the demo.
     """
     from dflash_mlx.hub.registry import find_pair
 
-    if clear and pair is not None:
-        raise UsageError("--clear forgets the default, and PAIR sets it; give one of them.")
+    found = {"pair": None if pair is None else find_pair(pair).name, "temperature": temperature, "system": system}
+    new = {name: value for name, value in found.items() if value is not None}
+    if clear and new:
+        raise UsageError("--clear forgets the defaults, and the others set them; give one of them.")
     if clear:
-        write_default(None)
+        write_settings({})
         print("no default is remembered now")
-    elif pair is not None:
-        name = find_pair(pair).name
-        write_default(name)
-        print(f"{name} is the default now")
+    elif new:
+        settings = {**read_settings(), **new}
+        write_settings({name: value for name, value in settings.items() if value != ""})
+        for name, value in new.items():
+            print(f"{value} is the default now" if name == "pair" else f"{name}: {value or 'none'}")
     else:
         name, reason = default_pair()
         print(f"{name} ({reason})")
+        for setting in ("temperature", "system"):
+            if setting in read_settings():
+                print(f"{setting}: {read_settings()[setting]}")
 
 
 def with_default(choice: options.ModelChoice) -> options.ModelChoice:
@@ -94,29 +111,53 @@ def settings_path() -> Path:
 
 
 def read_default() -> str | None:
-    """The pair that was remembered; None where there is none, or where the file cannot be read, which is said."""
+    """The pair that was remembered, or None."""
+    return read_settings().get("pair")
+
+
+def sampling_defaults(temperature: float | None, system: str | None) -> tuple[float, str | None]:
+    """A temperature and instructions: those that the user gave, else those that are remembered."""
+    settings = read_settings() if temperature is None or system is None else {}
+    if temperature is None:
+        temperature = settings.get("temperature", 0.0)
+    return temperature, settings.get("system") if system is None else system
+
+
+def read_settings() -> dict[str, Any]:
+    """What was remembered, of the right kinds; nothing where the file cannot be read, which is said."""
     path = settings_path()
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError, RecursionError) as error:
         note(f"{path} cannot be read ({error}); `dflash-mlx default PAIR` writes it anew.", style="yellow")
-        return None
-    pair = settings.get("pair") if isinstance(settings, dict) else None
-    return pair if isinstance(pair, str) else None
+        return {}
+    found: dict[str, Any] = {}
+    for name, value in settings.items() if isinstance(settings, dict) else ():
+        if name in ("pair", "system") and isinstance(value, str):
+            found[name] = value
+        elif name == "temperature" and type(value) in (int, float) and SETTINGS["temperature"].allows(value):
+            found[name] = float(value)
+    return found
 
 
 def write_default(pair: str | None) -> None:
-    """Remember a pair, or forget it (None). The file is whole or not there at any moment. Raises DFlashError."""
+    """Remember a pair, or forget it (None). Raises DFlashError."""
+    others = {name: value for name, value in read_settings().items() if name != "pair"}
+    write_settings(others if pair is None else {**others, "pair": pair})
+
+
+def write_settings(settings: dict[str, Any]) -> None:
+    """Remember this and nothing else. The file is whole or not there at any moment. Raises DFlashError."""
     from dflash_mlx.hub.leftovers import write_atomically
 
     path = settings_path()
     try:
-        if pair is None:
+        if not settings:
             path.unlink(missing_ok=True)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"pair": pair}) + "\n")
+        write_atomically(path, json.dumps(settings, ensure_ascii=False) + "\n")
     except OSError as error:
         raise DFlashError(f"cannot write {path}: {error.strerror}. Check the folder, or name the pair.") from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_mlx.cli import options
-from dflash_mlx.cli.default import with_default
+from dflash_mlx.cli.default import sampling_defaults, with_default
 from dflash_mlx.cli.output import note, summary
 from dflash_mlx.cli.prompt import read_prompt, read_text
 from dflash_mlx.cli.streaming import answer
@@ -57,7 +57,7 @@ def generate_command(
     tree: options.Tree = False,
     dtype: options.Precision = options.DType.auto,
     max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
+    temperature: options.ChosenTemperature = None,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
@@ -89,6 +89,7 @@ def generate_command(
             rich_help_panel=options.OUTPUT,
         ),
     ] = False,
+    plain: options.Plain = False,
     as_json: options.Json = False,
     stats: options.Stats = None,
 ) -> None:
@@ -106,6 +107,7 @@ def generate_command(
     choice = options.ModelChoice(
         pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
     )
+    temperature, system = sampling_defaults(temperature, "" if raw else system)
     opened = with_default(choice).open()
     from dflash_mlx import SamplingParams
 
@@ -134,6 +136,7 @@ def generate_command(
         width=width,
         tree=tree,
         constraint=constraint,
+        markdown=not (plain or raw or constraint is not None),
     )
     if as_json:
         print(json.dumps(result, ensure_ascii=False))

@@ -10,6 +10,7 @@ Words stay whole: one that would cross the last column is erased there and writt
 """
 
 import os
+import re
 import sys
 import termios
 import time
@@ -19,12 +20,14 @@ from types import TracebackType
 
 from rich.cells import cell_len, set_cell_size
 
+from dflash_mlx.cli.markdown import Markdown, Spans
 from dflash_mlx.cli.output import is_terminal, printable, styled, terminal_width
 
 _ERASE_BELOW = "\x1b[J"
 _ERASE_LINE = "\r\x1b[2K"
 _MAKE_ROW_BELOW = "\x1bD\x1b[A"
 _SAVE, _RESTORE = "\x1b7", "\x1b8"
+_CHANGE = re.compile(r"\x1b\[[\d;]*m")  # of style
 _SECONDS_BETWEEN_DRAWINGS = 0.08
 
 
@@ -34,7 +37,7 @@ class LiveText:
     Where stdout is no terminal, the text passes through unchanged and the status line stands alone.
     """
 
-    def __init__(self, *, status: bool = True, echo: bool = True) -> None:
+    def __init__(self, *, status: bool = True, echo: bool = True, markdown: bool = False) -> None:
         self._echo = echo
         self._text_on_screen = echo and is_terminal(sys.stdout)
         self._live = status and is_terminal(sys.stderr)
@@ -42,6 +45,8 @@ class LiveText:
         self._column = 0
         self._word = ""  # what stands before the cursor since the last space, and where it begins
         self._word_column = 0
+        self._markdown = Markdown() if markdown and self._text_on_screen and not os.environ.get("NO_COLOR") else None
+        self._style = self._word_style = ""  # now, and where the word at the cursor begins
         self._drawn = False
         self._drawn_at = 0.0
         self._status = ""
@@ -62,7 +67,7 @@ class LiveText:
         self.text += text
         if text and self._echo:
             self._erase()
-            sys.stdout.write(self._wrapped(printable(text)) if self._text_on_screen else text)
+            sys.stdout.write(self._shown(printable(text)) if self._text_on_screen else text)
             sys.stdout.flush()
         erased = self._text_on_screen and not self._drawn
         if self._live and (erased or now - self._drawn_at > _SECONDS_BETWEEN_DRAWINGS):
@@ -72,10 +77,29 @@ class LiveText:
     def close(self) -> None:
         """Take the status line away and end the text's last line."""
         self._erase()
+        if self._markdown is not None:
+            sys.stdout.write(self._styled(self._markdown.finish()) + self._change_to(""))
+            sys.stdout.flush()
         if self._text_on_screen and self._column:
             sys.stdout.write("\n")
             sys.stdout.flush()
             self._column = 0
+
+    def _shown(self, text: str) -> str:
+        """What to send to the terminal for `text`."""
+        return self._wrapped(text) if self._markdown is None else self._styled(self._markdown.feed(text))
+
+    def _styled(self, spans: Spans) -> str:
+        return "".join(self._change_to(style) + self._wrapped(text) for text, style in spans)
+
+    def _change_to(self, style: str) -> str:
+        """Go on in another style. The word at the cursor keeps it, in case that it moves to the next row."""
+        if style == self._style:
+            return ""
+        self._style = style
+        change = f"\x1b[0;{style}m" if style else "\x1b[0m"
+        self._word += change
+        return change
 
     def _wrapped(self, text: str) -> str:
         """What to send to the terminal for `text`, so that rows break at spaces; follows the cursor's column."""
@@ -90,22 +114,29 @@ class LiveText:
             else:
                 next_stop = min(self._width - 1, (self._column // 8 + 1) * 8)
                 self._column = next_stop if character == "\t" else self._column + 1
-            self._word, self._word_column = "", self._column
+            self._begin_word()
             return "\n" if full else character
         before = ""
         if cells > 1:  # scripts with wide characters have no spaces: each of them may begin a row
-            self._word, self._word_column = "", self._column
+            self._begin_word()
         if self._column + cells > self._width:
             before = self._begin_row()
         self._word += character
         self._column += cells
         return before + character
 
+    def _begin_word(self) -> None:
+        self._word, self._word_column, self._word_style = "", self._column, self._style
+
     def _begin_row(self) -> str:
         """Move the word at the cursor to a new row. One that is as long as a row is left to the terminal to break."""
         start, moved = self._word_column, self._word if self._word_column else ""
-        self._word, self._word_column, self._column = moved, 0, cell_len(moved)
-        return f"\r\x1b[{start}C{_ERASE_BELOW}\n{moved}" if moved else ""
+        self._word, self._word_column, self._column = moved, 0, cell_len(_CHANGE.sub("", moved))
+        if not moved:
+            return ""
+        styled_word = f"\x1b[0;{self._word_style}m{moved}" if self._word_style else moved
+        before = "\x1b[0m" if self._style or self._word_style else ""
+        return f"{before}\r\x1b[{start}C{_ERASE_BELOW}\n{styled_word}"
 
     def _draw(self) -> None:
         self._width = terminal_width()
@@ -115,6 +146,8 @@ class LiveText:
         line = styled(line, "dim", sys.stderr)
         if self._text_on_screen:
             line = f"{_MAKE_ROW_BELOW}{_SAVE}\x1b[B{_ERASE_LINE}{line}{_RESTORE}"
+            if self._style:  # not every terminal restores it
+                line = f"\x1b[0m{line}\x1b[0;{self._style}m"
         else:
             line = _ERASE_LINE + line
         sys.stderr.write(line)

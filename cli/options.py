@@ -1,5 +1,6 @@
 """The options that several commands share, and what they become: a loaded pair, sampling parameters."""
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +10,13 @@ import typer
 from dflash_mlx.cli.live import quiet_keyboard
 from dflash_mlx.cli.output import LoadProgress, note
 from dflash_mlx.cli.settings import parser
-from dflash_mlx.errors import UsageError
+from dflash_mlx.errors import DFlashError, UsageError
 
 if TYPE_CHECKING:
     from dflash_mlx.pair import ModelPair
 
+# What errors of pairs advise, for commands that can do without a drafter.
+_PLAIN_HINT = re.compile(r",? or run (plainly )?with --no-draft")
 MODELS = "Which models"
 SAMPLING = "How to answer"
 OUTPUT = "What to print"
@@ -117,6 +120,16 @@ Temperature = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
+ChosenTemperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="X",
+        help="0 always takes the likeliest token; 0.7 to 1 varies the wording. (default: 0, or your default)",
+        parser=parser("temperature"),
+        rich_help_panel=SAMPLING,
+    ),
+]
 TopP = Annotated[
     float,
     typer.Option(
@@ -173,6 +186,10 @@ System = Annotated[
         "--system", metavar="TEXT", help="Instructions that come before the conversation.", rich_help_panel=SAMPLING
     ),
 ]
+Plain = Annotated[
+    bool,
+    typer.Option("--plain", help="Show answers as they are written, Markdown included.", rich_help_panel=OUTPUT),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.", rich_help_panel=OUTPUT)]
 Stats = Annotated[
     bool | None,
@@ -182,6 +199,20 @@ Stats = Annotated[
         rich_help_panel=OUTPUT,
         show_default=False,
     ),
+]
+
+
+class Thinking(str, Enum):
+    """Whether a model that can reason does it. auto: as its chat template has it."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
+ThinkingOption = Annotated[
+    Thinking,
+    typer.Option("--thinking", help="Whether a model that can reason does it.", rich_help_panel=SAMPLING),
 ]
 
 
@@ -195,7 +226,7 @@ def require_width(width: int | None, *, tree: bool, no_draft: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """What the user said about the models."""
+    """What the user said about the models. can_be_plain: the command has --no-draft."""
 
     pair: str | None = None
     model: str | None = None
@@ -203,6 +234,7 @@ class ModelChoice:
     no_draft: bool = False
     block_size: int | None = None
     dtype: DType = DType.auto
+    can_be_plain: bool = True
 
     def open(self) -> "ModelPair":
         """Load it, with progress on stderr. Raises what `load_pair` raises."""
@@ -211,15 +243,20 @@ class ModelChoice:
             progress.report("starting MLX", None)
             from dflash_mlx import load_pair
 
-            pair = load_pair(
-                self.pair,
-                model=self.model,
-                draft_model=self.draft_model,
-                draft=not self.no_draft,
-                dtype=self.dtype.value,
-                block_size=self.block_size,
-                report=progress.report,
-            )
+            try:
+                pair = load_pair(
+                    self.pair,
+                    model=self.model,
+                    draft_model=self.draft_model,
+                    draft=not self.no_draft,
+                    dtype=self.dtype.value,
+                    block_size=self.block_size,
+                    report=progress.report,
+                )
+            except DFlashError as error:
+                if not self.can_be_plain:
+                    error.args = (_PLAIN_HINT.sub("", str(error)), *error.args[1:])
+                raise
         for warning in pair.warnings:
             note(warning, style="yellow")
         return pair

@@ -58,7 +58,9 @@ def parity_command(
     """
     known = read_prompts(prompts) if prompts else built_in() if category else short_prompts()
     chosen = choose_category(known, category)
-    choice = options.ModelChoice(pair=pair, model=model, draft_model=draft_model, block_size=block_size, dtype=dtype)
+    choice = options.ModelChoice(
+        pair=pair, model=model, draft_model=draft_model, block_size=block_size, dtype=dtype, can_be_plain=False
+    )
     loaded = choice.open()
     from dflash_mlx.parity import ParityReport, check_greedy, check_sampled
 

@@ -86,6 +86,8 @@ def quantize_command(
 
             progress.report(f"uploading to {push}", None)
             facts["address"] = upload(out, push)
+    if not dequantize and facts["size_mb_after"] >= facts["size_mb_before"]:
+        note("the copy is not smaller than the model: that was stored with as few bits already.", style="yellow")
     if as_json:
         print(json.dumps(facts, ensure_ascii=False, indent=2))
     else:

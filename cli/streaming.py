@@ -23,6 +23,7 @@ def answer(
     width: int | None = None,
     tree: bool = False,
     constraint: "Constraint | None" = None,
+    markdown: bool = False,
 ) -> tuple["GenerationResponse", dict[str, Any]]:
     """Stream an answer; returns the last response, and the whole answer as the object that --json prints."""
     from dflash_mlx import stream_generate
@@ -30,7 +31,7 @@ def answer(
     token_ids: list[int] = []
     notices: list[str] = []
     last = None
-    with quiet_keyboard(), LiveText(echo=echo) as live:
+    with quiet_keyboard(), LiveText(echo=echo, markdown=markdown) as live:
         live.write("", READING)
         for response in stream_generate(
             pair, prompt, params, draft=draft, width=width, tree=tree, constraint=constraint

@@ -1,9 +1,12 @@
 """`dflash-mlx train`: make a drafter for a target."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from dflash_mlx.cli.output import note
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -138,6 +141,8 @@ def train_command(
     result = run(options)
     if result.stage == "done":
         typer.echo(str(result.out))
+        words = ("dflash-mlx", "chat", "--model", str(options.model), "--draft-model", str(result.out))
+        note(f"try it: {shlex.join(words)}")
 
 
 def parse_taps(text: str | None) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from json_tokens import SCHEMA, json_pair
 from test_generation import both, letter, make_pair
 from tiny import ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
+from dflash_mlx.answer import Answer
 from dflash_mlx.decoding.constraint import AtLeast, json_constraint
+from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.errors import UsageError
 from dflash_mlx.generation import generate, generate_many
 from dflash_mlx.sampling import SamplingParams
@@ -92,8 +94,28 @@ def test_a_guide_of_a_least_number():
     allowed = [[bool(row[t // 32] >> np.uint32(t % 32) & 1) for t in (1, 3, 40)] for row in bits]
     assert allowed == [[True, False, False], [True, False, False], [True, True, True], [True, True, True]]
     assert guide.allowed([1, 40, 2])[0] == 1
+    assert not guide.done
     guide.advance([1, 2])
     assert guide.allowed([40])[0] == 1
+    assert guide.done
+
+
+def test_a_guide_is_dropped_once_it_is_done():
+    """Rounds after the least number of tokens need not wait for the host."""
+    pair = make_pair()
+    answer = Answer(pair, PROMPT, SamplingParams(max_tokens=9, min_tokens=3, ignore_eos=True, stop_token_ids=(EOS,)))
+    answer.open()
+    while answer.unread:
+        answer.read(8)
+    lane = answer.begin()
+    engine = Engine(pair.target, pair.drafter)
+    engine.join(lane)
+    guided = []
+    while engine.lanes:
+        engine.advance()
+        guided.append((lane.max_tokens - lane.remaining < 3, lane.guide is not None))
+    assert len(guided) > 1
+    assert all(missing == held for missing, held in guided[:-1])
 
 
 @pytest.mark.parametrize("options", [{"min_tokens": 3}, {"ignore_eos": True}])

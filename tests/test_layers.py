@@ -16,7 +16,7 @@ LAYERS = (
     {"checks", "policy"},
     {"pair"},
     {"hub.quantize"},  # needs loaded models, unlike the rest of its folder
-    {"answer"},
+    {"answer", "scoring"},
     {"answering"},
     {"generation"},
     {"bench", "parity", "server", "training"},

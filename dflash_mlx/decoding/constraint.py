@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from dflash_mlx.decoding.schemas import closed
 from dflash_mlx.drafters.contract import Proposal
 from dflash_mlx.errors import DFlashError, UsageError
 
@@ -23,6 +24,7 @@ Bits = npt.NDArray[np.uint32]
 _WORD = 32
 # Models that lose their way in whitespace would never end; people and models indent by less.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+_JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
 
 
 class Guide(Protocol):
@@ -33,6 +35,10 @@ class Guide(Protocol):
 
     def allowed(self, drafts: list[int]) -> tuple[int, Bits]:
         """How many of the drafts may come, one after another, and what may come at their rows and the one after."""
+
+    @property
+    def done(self) -> bool:
+        """Whether anything may come from now on, so that the guide is needed no longer."""
 
 
 class Constraint(Protocol):
@@ -115,6 +121,10 @@ class _GrammarGuide:
         self._require_sound()
         return count, bits
 
+    @property
+    def done(self) -> bool:
+        return False
+
     def _fill(self, row: npt.NDArray[np.uint32]) -> None:
         row[:] = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._words]
 
@@ -141,6 +151,10 @@ class AtLeast:
     def advance(self, tokens: list[int]) -> None:
         self._missing -= len(tokens)
 
+    @property
+    def done(self) -> bool:
+        return self._missing <= 0
+
     def allowed(self, drafts: list[int]) -> tuple[int, Bits]:
         bits = np.full((len(drafts) + 1, self._words), 0xFFFFFFFF, dtype=np.uint32)
         held = max(0, self._missing)
@@ -157,13 +171,33 @@ def json_constraint(pair: Speaks, schema: dict[str, Any] | None) -> Constraint:
     """
     from llguidance import LLMatcher
 
-    tokenizer = _tokenizer_of(pair)
-    options: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
     try:
-        text = json.dumps({"type": "object"} if schema is None else schema)
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides=options)
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(_any_object(schema)), overrides=_JSON_OPTIONS)
     except (ValueError, TypeError) as error:
         raise UsageError(f"the JSON schema cannot be used: {_first_line(str(error))}.") from error
+    return _constraint(pair, grammar)
+
+
+def grammar_constraint(pair: Speaks, lark: str) -> Constraint:
+    """Text of a grammar in llguidance's dialect of Lark, JSON by `json_rule`. UsageError as of `json_constraint`."""
+    from llguidance import LLMatcher
+
+    return _constraint(pair, LLMatcher.grammar_from_lark(lark))
+
+
+def json_rule(schema: dict[str, Any] | None) -> str:
+    """A JSON value of this schema, or any object, in the text of a grammar for `grammar_constraint`."""
+    return "%json " + json.dumps({**_any_object(schema), "x-guidance": _JSON_OPTIONS})
+
+
+def _any_object(schema: dict[str, Any] | None) -> dict[str, Any]:
+    return {"type": "object"} if schema is None else closed(schema)
+
+
+def _constraint(pair: Speaks, grammar: str) -> Constraint:
+    from llguidance import LLMatcher
+
+    tokenizer = _tokenizer_of(pair)
     problem = LLMatcher.validate_grammar(grammar, tokenizer)
     if problem and not problem.startswith("WARNING"):
         raise UsageError(f"the JSON schema cannot be used: {_first_line(problem)}; simplify it.")

@@ -202,6 +202,8 @@ class Engine:
                 lane.guide.advance(tokens)
             except Exception as error:  # the others go on
                 return error, len(tokens)
+            if lane.guide.done:
+                lane.guide = None  # what waits for guides on the host need wait no longer
         return step, len(tokens)
 
     def _observe(self, current: Round, kept: Sequence[tuple[Lane, int, Sequence[int]]], idle: float) -> None:

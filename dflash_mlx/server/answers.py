@@ -32,6 +32,8 @@ class Order:
     offer: Offer = field(default_factory=Offer)
     stops: tuple[str, ...] = ()  # those of params.stop that the client asked for
     continues: bool = False  # the answer goes on in the prompt's text: a space at its beginning is shown
+    prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt
+    only_prompt: bool = False  # nothing is to be written
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,8 @@ def submit(
                     constraint=order.constraint,
                     owner=owner,
                     continues=order.continues,
+                    prompt_logprobs=order.prompt_logprobs,
+                    only_prompt=order.only_prompt,
                 )
                 ticket = worker.submit(job)
                 splitter = Splitter(order.transitions, order.state)

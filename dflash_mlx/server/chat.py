@@ -6,12 +6,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from dflash_mlx.decoding.constraint import Constraint
 from dflash_mlx.server.answers import Order
 from dflash_mlx.server.channels import REASONING, initial_state, transitions_of
 from dflash_mlx.server.chat_reply import ChatReply
 from dflash_mlx.server.failures import RequestError
 from dflash_mlx.server.fields import Fields
 from dflash_mlx.server.formats import read_format
+from dflash_mlx.server.grammar import answer_grammar
 from dflash_mlx.server.logprobs import read_top_logprobs
 from dflash_mlx.server.parameters import answers_wanted, max_tokens_of, sampling, stop_strings, wants_draft_and_rounds
 from dflash_mlx.server.prompts import (
@@ -25,7 +27,7 @@ from dflash_mlx.server.prompts import (
 )
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.streaming import EventStream, unless_gone
-from dflash_mlx.server.tools import Offer, function_tool, offer
+from dflash_mlx.server.tools import Offer, function_tool, offer, read_choice
 
 # Sent by common clients; they change nothing here. docs/server.md says so.
 WITHOUT_EFFECT = (
@@ -89,12 +91,6 @@ def read_request(service: Service, fields: Fields) -> ChatRequest:
     stops = stop_strings(fields, "stop")
     params = replace(params, stop=stops, top_logprobs=read_top_logprobs(fields))
     wants_json, schema = read_format(fields)
-    if wants_json and offered.tools:
-        raise RequestError(
-            "response_format and tools cannot be used together: the constraint would forbid calls. Set tool_choice to "
-            "none, or leave response_format out.",
-            param="response_format",
-        )
     stream, include_usage = read_stream_options(fields)
     draft, rounds = wants_draft_and_rounds(fields)
     if rounds and not stream:
@@ -146,12 +142,8 @@ def read_tools(fields: Fields, tokenizer: Any) -> Offer:
             raise tool.wrong("function", "an object")
         tools.append(function_tool(function))
         tool.done()
-    choice = fields.any("tool_choice")
-    if isinstance(choice, dict):
-        choice = "of a named function"
-    if choice is not None and not isinstance(choice, str):
-        raise fields.wrong("tool_choice", "auto or none")
-    return offer(tools, choice or "auto", fields.flag("parallel_tool_calls", True), tokenizer)
+    choice, only = read_choice(fields)
+    return offer(tools, choice, fields.flag("parallel_tool_calls", True), tokenizer, only=only)
 
 
 async def prepare(service: Service, asked: ChatRequest) -> Order:
@@ -165,12 +157,6 @@ async def prepare(service: Service, asked: ChatRequest) -> Order:
 
     prompt, ending = await service.tokenizing(encode)
     state = initial_state(pair.tokenizer, ending)
-    if asked.wants_json and state == REASONING:
-        raise RequestError(
-            "this model reasons before it answers, and the constraint would forbid that. Turn reasoning off with "
-            '"chat_template_kwargs": {"enable_thinking": false}.',
-            param="response_format",
-        )
     params = order.params
     if tools and not order.offer.parallel and pair.tokenizer.tool_call_end:
         # The end of the first call ends the answer, at exactly that token.
@@ -181,6 +167,24 @@ async def prepare(service: Service, asked: ChatRequest) -> Order:
         params=params,
         state=state,
         transitions=transitions_of(pair.tokenizer, tools=bool(tools)),
-        constraint=await service.constraint(asked.schema) if asked.wants_json else None,
+        constraint=await _constraint(service, asked, reasoning=state == REASONING),
         continues=asked.ending == CONTINUED,
+    )
+
+
+async def _constraint(service: Service, asked: ChatRequest, *, reasoning: bool) -> Constraint | None:
+    """What the answer has to look like: JSON, calls, or one of them; None where it is free."""
+    offered = asked.order.offer
+    if not asked.wants_json and not offered.forced:
+        return None
+    if not offered.tools and not reasoning:
+        return await service.constraint(asked.schema)
+    return await service.grammar(
+        answer_grammar(
+            service.pair.tokenizer,
+            offered=offered,
+            wants_json=asked.wants_json,
+            schema=asked.schema,
+            reasoning=reasoning,
+        )
     )

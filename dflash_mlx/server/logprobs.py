@@ -2,6 +2,7 @@
 
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_mlx.decoding.logprobs import TokenLogprob
@@ -51,13 +52,40 @@ class Offsets:
         return start
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt to be shown before its answer; the first `added` of its tokens are not in the text."""
+
+    tokens: list[int]
+    text: str
+    added: int
+
+
+def prompt_logprobs(
+    echo: Echo, entries: Sequence[TokenLogprob], vocabulary: Vocabulary, offsets: Offsets
+) -> dict[str, Any]:
+    """Of the tokens of an echoed prompt. Nothing is known of the first one, which follows on nothing."""
+    first = TokenLogprob(echo.tokens[0], 0.0, ())
+    if echo.added:
+        found = completion_logprobs([first], vocabulary, Offsets())
+        rest = completion_logprobs(entries, vocabulary, offsets)
+        found = {name: values + rest[name] for name, values in found.items()}
+    else:
+        found = completion_logprobs([first, *entries], vocabulary, offsets)
+    found["token_logprobs"][0] = None
+    return found
+
+
 def completion_logprobs(entries: Sequence[TokenLogprob], vocabulary: Vocabulary, offsets: Offsets) -> dict[str, Any]:
     """The `logprobs` object of a completion's next tokens."""
     found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for e in entries:
         found["tokens"].append(vocabulary.text_of(e.token_id))
         found["token_logprobs"].append(_finite(e.logprob))
-        found["top_logprobs"].append({vocabulary.text_of(token): _finite(logprob) for token, logprob in e.top} or None)
+        top: dict[str, float] = {}
+        for token, logprob in e.top:  # the best comes first; parts of characters share one text
+            top.setdefault(vocabulary.text_of(token), _finite(logprob))
+        found["top_logprobs"].append(top or None)
         found["text_offset"].append(offsets.next(vocabulary.bytes_of(e.token_id)))
     return found
 

@@ -11,6 +11,7 @@ from dflash_mlx.decoding.fork import arrays_of
 from dflash_mlx.generation import fitting_max_tokens
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.runtime import backend
+from dflash_mlx.scoring import SCORED_AT_ONCE
 from dflash_mlx.server.ticket import Job, TooLargeError
 
 # Caches grow in steps of this many positions.
@@ -61,7 +62,10 @@ class MemoryBudget:
     def need(self, job: Job, *, draft: bool) -> Need:
         prompt = len(job.prompt)
         tokens = prompt + fitting_max_tokens(self.pair, prompt, job.params.max_tokens)
-        return Need(self._sizes[draft].bytes(tokens + self.pair.block_size), work_bytes(self.pair, prompt))
+        work = work_bytes(self.pair, prompt)
+        if job.prompt_logprobs is not None:
+            work += 4 * min(prompt, SCORED_AT_ONCE) * self.pair.target.vocab_size * 4
+        return Need(self._sizes[draft].bytes(tokens + self.pair.block_size), work)
 
     def require_room(self, job: Job, *, draft: bool) -> None:
         """Raises TooLargeError for a job that would not fit even if nothing else were kept."""

@@ -46,7 +46,8 @@ async def messages(service: Service, request: Request) -> Response:
 async def count_tokens(service: Service, request: Request) -> Response:
     """How many tokens the request's prompt has."""
     asked = read_request(service, await service.read_fields(request), counting=True)
-    order = await prepare(service, replace(asked, wants_json=False))
+    free = replace(asked.order, offer=replace(asked.order.offer, forced=False))
+    order = await prepare(service, replace(asked, wants_json=False, order=free))
     return JSONResponse({"input_tokens": len(order.prompts[0])})
 
 
@@ -62,8 +63,6 @@ def read_request(service: Service, fields: Fields, *, counting: bool = False) ->
     params = replace(params, stop=stop_strings(fields, "stop_sequences"))
     offered = replace(_read_tools(fields, service.pair.tokenizer), id_prefix="toolu_")
     wants_json, schema, effort = _read_output_config(fields.object("output_config"))
-    if wants_json and offered.tools:
-        raise RequestError("output_config.format and tools cannot be used together.", param="output_config")
     variables = {**_thinking(fields.object("thinking")), **effort_variables(effort), **template_variables(fields)}
     conversation = [*_system(fields), *_conversation(fields)]
     begun = conversation[-1]["role"] == "assistant"  # the client has written the beginning of the answer
@@ -126,10 +125,10 @@ def _read_tools(fields: Fields, tokenizer: Any) -> Offer:
     if choice is None:
         return offer(tools, "auto", True, tokenizer)
     kind = choice.choice("type", ("auto", "any", "tool", "none"), "auto")
-    choice.without_effect("name")
+    only = choice.required_text("name") if kind == "tool" else None
     parallel = not choice.flag("disable_parallel_tool_use")
     choice.done()
-    return offer(tools, kind, parallel, tokenizer)
+    return offer(tools, {"any": "required", "tool": "required"}.get(kind, kind), parallel, tokenizer, only=only)
 
 
 def _system(fields: Fields) -> list[dict[str, Any]]:

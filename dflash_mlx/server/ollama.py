@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 
 from dflash_mlx.server.answers import Order
 from dflash_mlx.server.chat import ChatRequest, prepare, read_tools
-from dflash_mlx.server.failures import RequestError
 from dflash_mlx.server.fields import Fields
 from dflash_mlx.server.formats import Format
 from dflash_mlx.server.ollama_reply import OllamaReply
@@ -119,8 +118,6 @@ def _read_request(service: Service, fields: Fields, messages: list[dict[str, Any
     options.done()
     offered = read_tools(fields, service.pair.tokenizer)
     wants_json, schema = _read_format(fields)
-    if wants_json and offered.tools:
-        raise RequestError("format and tools cannot be used together.", param="format")
     asked = ChatRequest(
         model=_check_model(service, fields.text("model")),
         messages=messages,

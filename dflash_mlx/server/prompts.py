@@ -1,5 +1,6 @@
 """From a conversation to token ids: checked messages through the model's chat template."""
 
+import contextlib
 import inspect
 import json
 from collections.abc import Mapping
@@ -163,15 +164,34 @@ def encode_chat(
     flags: dict[str, Any] = (
         {"continue_final_message": True} if ending == CONTINUED else {"add_generation_prompt": ending == ANSWER}
     )
+
+    def encoded(conversation: list[dict[str, Any]]) -> list[int]:
+        return list(pair.tokenizer.apply_chat_template(conversation, tools=list(tools) or None, **flags, **variables))
+
     try:
-        tokens = pair.tokenizer.apply_chat_template(messages, tools=list(tools) or None, **flags, **variables)
-        return list(tokens)
+        return encoded(messages)
     except Exception as error:
+        # Clients such as Codex and Claude Code send instructions in several messages, which some templates refuse.
+        if (joined := _joined(messages)) != messages:
+            with contextlib.suppress(Exception):
+                return encoded(joined)
         # Templates are programs of the model's makers, and whatever they raise is about this conversation.
         reason = " ".join(str(error).split())[:300]
         raise RequestError(
             f"the model's chat template refuses this conversation: {reason}", param="messages"
         ) from error
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with all instructions in one message at its beginning, and a user's messages in a row as one."""
+    instructions = [message["content"] for message in messages if message["role"] == "system"]
+    joined = [{"role": "system", "content": "\n\n".join(instructions)}] if instructions else []
+    for message in messages:
+        if message["role"] == "user" and joined and joined[-1]["role"] == "user":
+            joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n\n{message['content']}"}
+        elif message["role"] != "system":
+            joined.append(message)
+    return joined
 
 
 def prompt_end(pair: ModelPair, tokens: list[int]) -> str:

@@ -16,9 +16,17 @@ from dflash_mlx.server.prompts import earlier_call, effort_variables, template_v
 from dflash_mlx.server.responses_reply import ResponseReply
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.streaming import EventStream, unless_gone
-from dflash_mlx.server.tools import Offer, function_tool, offer
+from dflash_mlx.server.tools import Offer, function_tool, offer, read_choice
 
 _LOGPROBS = "message.output_text.logprobs"
+# What OpenAI's own tools did. Their results are in the messages after them, so a conversation goes on without these.
+_OTHERS_WORK = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "mcp_list_tools",
+)
 _ENCRYPTED = "reasoning.encrypted_content"  # asked for by clients that keep nothing; our reasoning is plain text
 
 
@@ -56,8 +64,6 @@ def read_request(service: Service, fields: Fields) -> ResponseRequest:
     if text is not None:
         text.without_effect("verbosity")
         text.done()
-    if wants_json and offered.tools:
-        raise RequestError("text.format and tools cannot be used together.", param="text")
     instructions = fields.text("instructions")
     first = [{"role": "system", "content": instructions}] if instructions else []
     asked = ResponseRequest(
@@ -126,12 +132,8 @@ def _read_tools(fields: Fields, tokenizer: Any) -> Offer:
             fields.ignore(f"{tool.where('type')}.{kind}")
             continue
         tools.append(function_tool(tool))
-    choice = fields.any("tool_choice")
-    if isinstance(choice, dict):
-        choice = "of a named function"
-    if choice is not None and not isinstance(choice, str):
-        raise fields.wrong("tool_choice", "auto or none")
-    return offer(tools, choice or "auto", fields.flag("parallel_tool_calls", True), tokenizer)
+    choice, only = read_choice(fields)
+    return offer(tools, choice, fields.flag("parallel_tool_calls", True), tokenizer, only=only)
 
 
 def _conversation(fields: Fields) -> list[dict[str, Any]]:
@@ -144,7 +146,16 @@ def _conversation(fields: Fields) -> list[dict[str, Any]]:
         raise fields.wrong("input", "a string or a list of at least one item")
     messages: list[dict[str, Any]] = []
     for item in items:
-        kind = item.choice("type", ("message", "function_call", "function_call_output", "reasoning"), "message")
+        kind = item.text("type") or "message"
+        if kind in _OTHERS_WORK:
+            fields.ignore(f"{item.where('type')}.{kind}")
+            continue
+        if kind not in ("message", "function_call", "function_call_output", "reasoning"):
+            raise RequestError(
+                f"{item.where('type')} {kind[:60]} is not supported: this server has no tools and no memory. "
+                "Send messages, function_call, function_call_output and reasoning.",
+                param=item.where("type"),
+            )
         item.without_effect("id", "status", "phase")
         if kind == "message":
             _add_message(messages, item)

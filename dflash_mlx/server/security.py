@@ -16,6 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dflash_mlx.server.failures import Failure
 
 PAGE_FOLDER = "/page/"
+# Headers of an answer that a web page may read.
+_EXPOSED = "x-request-id, x-dflash-ignored, retry-after"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +169,7 @@ def error_body(found: Failure, path: str) -> dict[str, Any]:
 
 
 def _cors_headers(origin: str) -> dict[str, str]:
-    return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+    return {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": _EXPOSED, "Vary": "Origin"}
 
 
 def _preflight(headers: Headers, cors: dict[str, str]) -> Response:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from dflash_mlx.decoding.constraint import Constraint, json_constraint
+from dflash_mlx.decoding.constraint import Constraint, grammar_constraint, json_constraint
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.server.answers import Answers, Order, submit
 from dflash_mlx.server.failures import RequestError, failure
@@ -73,6 +73,9 @@ class Service:
 
     async def constraint(self, schema: dict[str, Any] | None) -> Constraint:
         return await self.tokenizing(lambda: json_constraint(self.pair, schema))
+
+    async def grammar(self, lark: str) -> Constraint:
+        return await self.tokenizing(lambda: grammar_constraint(self.pair, lark))
 
     def check_model(self, name: str | None) -> str:
         """The model name to answer with. Only what was loaded at the start is ever served."""

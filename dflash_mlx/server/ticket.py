@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflash_mlx.decoding.constraint import Constraint
+from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.generation import GenerationResponse
 from dflash_mlx.sampling import SamplingParams
@@ -41,7 +42,9 @@ class WorkerClosedError(DFlashError):
 class Job:
     """One answer to make: prompt is token ids; caches are never shared between owners.
 
-    continues: the answer goes on in the prompt's text, so that a space at its beginning is shown.
+    continues: the answer goes on in the prompt's text, so that a space at its beginning is shown. prompt_logprobs: how
+    many alternatives to report with the log-probability of each token of the prompt; None: report nothing.
+    only_prompt: nothing is to be written.
     """
 
     prompt: list[int]
@@ -50,12 +53,16 @@ class Job:
     constraint: Constraint | None = None
     owner: str = ""
     continues: bool = False
+    prompt_logprobs: int | None = None
+    only_prompt: bool = False
 
 
 class Ticket:
     """The answer to a job as it is made: an async iterator of responses, one a round, the last with a finish_reason.
 
     The worker's thread puts responses in; any event loop takes them out. An error of the job is raised in their place.
+    Those of a prompt that was to be scored are in `prompt_logprobs` before the first response comes: of all its tokens
+    but the first.
     """
 
     def __init__(self, job: Job, on_cancel: Callable[["Ticket"], None]) -> None:
@@ -63,6 +70,7 @@ class Ticket:
         self.submitted_at = time.perf_counter()
         self.queued_seconds: float | None = None
         self.first_token_seconds: float | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []
         self._on_cancel = on_cancel
         self._lock = threading.Lock()
         self._items: deque[GenerationResponse] = deque()

@@ -32,10 +32,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Offer:
-    """The tools of a request in OpenAI's chat form, empty when the model must not use any."""
+    """The tools of a request in OpenAI's chat form, empty when the model must not use any.
+
+    forced: the answer has to be a call, and of the tool `only` where that is set.
+    """
 
     tools: tuple[dict[str, Any], ...] = ()
     parallel: bool = True
+    forced: bool = False
+    only: str | None = None
     id_prefix: str = "call_"  # of calls to which the model gives no id: OpenAI's form
 
 
@@ -52,16 +57,22 @@ def function_tool(fields: Fields, *, schema: str = "parameters") -> dict[str, An
     return {"type": "function", "function": function}
 
 
-def offer(tools: list[dict[str, Any]], choice: str, parallel: bool, tokenizer: Any) -> Offer:
-    """The tools to use. choice: "auto", "none", or what cannot be promised. Raises RequestError."""
+def offer(
+    tools: list[dict[str, Any]], choice: str, parallel: bool, tokenizer: Any, *, only: str | None = None
+) -> Offer:
+    """The tools to use. choice: "auto", "none" or "required"; only: the one to call. Raises RequestError."""
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools should be at most {MAX_TOOLS}; got {len(tools)}.", param="tools")
-    if choice not in ("auto", "none"):
+    names = [tool["function"]["name"] for tool in tools]
+    if only is not None and only not in names:
+        raise RequestError(f"tool_choice names {only[:80]!r}, which is not among the tools.", param="tool_choice")
+    if choice not in ("auto", "none", "required"):
         raise RequestError(
-            f"tool_choice {choice} is not supported: this server cannot force a call. "
-            "Use auto, and tell the model in a message which tool to call.",
-            param="tool_choice",
+            f"tool_choice should be auto, none, required or a tool; got {choice[:80]}.", param="tool_choice"
         )
+    forced = choice == "required" or only is not None
+    if forced and not tools:
+        raise RequestError("tool_choice asks for a call, and there are no tools; add some.", param="tool_choice")
     if not tools or choice == "none":
         return Offer()
     if not tokenizer.has_tool_calling:
@@ -70,7 +81,21 @@ def offer(tools: list[dict[str, Any]], choice: str, parallel: bool, tokenizer: A
             "model that has it.",
             param="tools",
         )
-    return Offer(tuple(tools), parallel)
+    return Offer(tuple(tools), parallel and only is None, forced, only)
+
+
+def read_choice(fields: Fields) -> tuple[str, str | None]:
+    """OpenAI's `tool_choice`: a word and, for a tool by name, that name. Raises RequestError."""
+    choice = fields.any("tool_choice")
+    if choice is None or isinstance(choice, str):
+        return choice or "auto", None
+    named = fields.object("tool_choice")
+    if named is None:
+        raise fields.wrong("tool_choice", "auto, none, required or a tool")
+    if named.any("type") != "function":
+        raise fields.wrong("tool_choice", "auto, none, required or an object of type function")
+    name = (named.object("function") or named).required_text("name")
+    return "required", name
 
 
 def parse_calls(text: str, offered: Offer, tokenizer: Any) -> list[ToolCall] | None:

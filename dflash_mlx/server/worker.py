@@ -4,7 +4,7 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -12,9 +12,11 @@ import mlx.core as mx
 from dflash_mlx.answer import Answer, GenerationResponse, fitting_max_tokens, require_possible
 from dflash_mlx.answering import Answering
 from dflash_mlx.decoding.fork import can_cut, fork
+from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.errors import PromptError
 from dflash_mlx.pair import ModelPair
+from dflash_mlx.scoring import score
 from dflash_mlx.server.fair_queue import FairQueue
 from dflash_mlx.server.memory import MemoryBudget, Need, total_need
 from dflash_mlx.server.prefix_cache import PrefixCache
@@ -39,6 +41,7 @@ class _Running:
     need: Need
     started_at: float
     answer: Answer | None = None
+    scoring: Iterator[list[TokenLogprob]] | None = None  # of its prompt, which comes before the answer
     newest_at: float = 0.0  # when its newest tokens came
 
     @property
@@ -240,9 +243,10 @@ class Worker:
             if running.ticket.cancelled:
                 self._finish(running, "cancelled")
                 running.ticket.end()
-            elif running.answer is None and not self._should_wait(running):
+            elif running.answer is None:
                 try:
-                    self._begin(running)
+                    if self._score(running) and not self._should_wait(running):
+                        self._begin(running)
                 except Exception as error:
                     self._fail(running, error)
         by_answer = {running.answer: running for running in self._active if running.answer is not None}
@@ -275,6 +279,29 @@ class Worker:
     def _fail(self, running: _Running, error: Exception) -> None:
         self._finish(running, "error", keep=False)
         running.ticket.end(error)
+
+    def _score(self, running: _Running) -> bool:
+        """Score a chunk of the prompt where that was asked for; true when the answer can begin."""
+        job, ticket = running.job, running.ticket
+        if job.prompt_logprobs is not None and running.scoring is None:
+            running.scoring = score(self.pair.target, job.prompt, top=job.prompt_logprobs)
+        found = next(running.scoring, None) if running.scoring is not None else None
+        with self._changed:
+            self._progress_at = time.perf_counter()
+        if found is not None:
+            ticket.prompt_logprobs += found
+            return False
+        if not job.only_prompt:
+            return True
+        with self._changed:
+            self._totals.prompt_tokens += len(job.prompt)
+        self._finish(running, "length")
+        ticket.put(
+            GenerationResponse(
+                text="", token_ids=[], prompt_tokens=len(job.prompt), mode="plain", finish_reason="length"
+            )
+        )
+        return False
 
     def _begin(self, running: _Running) -> None:
         """Find the session that saves most, and begin the answer."""

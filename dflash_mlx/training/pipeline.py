@@ -46,6 +46,7 @@ def run(options: TrainOptions, *, quiet: bool = False) -> TrainResult:
     """Do what is left of the three stages. Run again with the same options to continue. Raises DFlashError."""
     deadline = None if options.stop_after_minutes is None else time.monotonic() + 60 * options.stop_after_minutes
     work = options.out / "work"
+    others = _other_files(options.out, work)
     with locked(work):
         remove_parts(options.out)
         loaded = load(options, quiet=quiet)
@@ -60,6 +61,8 @@ def run(options: TrainOptions, *, quiet: bool = False) -> TrainResult:
         state = load_state(work / "state.safetensors")
         if not quiet:
             with Progress("plan") as progress:
+                if others:
+                    progress.say(f"note: {options.out} holds other files ({others}); the drafter is put beside them")
                 for line in plan.lines(machine.memory_bytes, options.out):
                     progress.say(line)
                 progress.say(time_line(loaded, drafter, store, state, options, plan, rows=rows))
@@ -71,6 +74,12 @@ def run(options: TrainOptions, *, quiet: bool = False) -> TrainResult:
             return TrainResult("training", options.out)
         facts = finish(loaded, trainer, store, options, deadline, quiet=quiet)
         return TrainResult("done" if facts else "measuring", options.out, facts)
+
+
+def _other_files(out: Path, work: Path) -> str:
+    """What a folder holds that is not from training: a few names, or nothing."""
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() and not work.exists() else []
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _require_same_options(work: Path, loaded: Loaded, options: TrainOptions) -> None:

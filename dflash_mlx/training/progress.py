@@ -18,6 +18,7 @@ class Progress:
         self.stage, self.quiet = stage, quiet
         self.console = Console(stderr=True)
         self._last_line = 0.0
+        self._first: tuple[float, float] | None = None  # when the first update came, and its share
         self._bar: RichProgress | None = None
         self._task = TaskID(0)
 
@@ -43,11 +44,24 @@ class Progress:
 
     def update(self, share: float, note: str) -> None:
         """share: of the stage's budget, 0 to 1. note: what to say beside it."""
+        note += self._left(share)
         if self._bar is not None:
             self._bar.update(self._task, completed=share, note=note)
         elif not self.quiet and (time.monotonic() - self._last_line >= _LINE_EVERY_SECONDS or share >= 1):
             self._last_line = time.monotonic()
             self._print(f"{self.stage}: {share:.0%}, {note}")
+
+    def _left(self, share: float) -> str:
+        """How long the rest takes, if it goes on as since the first update; nothing while that is a guess."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (now, share)
+        began, at_first = self._first
+        done = share - at_first
+        if done <= 0.005 or share >= 1:
+            return ""
+        seconds = (now - began) * (1 - share) / done
+        return f", about {seconds / 60:.0f} min left" if seconds >= 90 else f", about {seconds:.0f} s left"
 
     def say(self, text: str) -> None:
         """A line that stays."""

@@ -2,7 +2,7 @@
 
 import re
 
-_TOKEN = re.compile(r"\x1b\[(\d*)([A-Za-z])|\x1b([78D])|(.)", re.DOTALL)
+_TOKEN = re.compile(r"\x1b\[([\d;]*)([A-Za-z])|\x1b([78D])|(.)", re.DOTALL)
 
 
 class Screen:
@@ -28,7 +28,8 @@ class Screen:
         for match in _TOKEN.finditer(data):
             count, control, escape, character = match.groups()
             if control:
-                self._control(control, int(count or 0))
+                if control != "m":
+                    self._control(control, int(count or 0))
             elif escape:
                 self._escape(escape)
             else:
@@ -42,8 +43,6 @@ class Screen:
         return shown
 
     def _control(self, name: str, count: int) -> None:
-        if name == "m":
-            return
         if name == "J":
             assert count == 0
             self.lines[self.row][self.column :] = [" "] * (self.columns - self.column)

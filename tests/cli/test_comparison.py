@@ -33,7 +33,7 @@ def test_sampled_answers_are_compared_with_a_seed(run, fake):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "place"), [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 2), ([1], [1, 2], 2)]
+    ("a", "b", "place"), [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1)]
 )
 def test_the_first_difference(a, b, place):
     plain, drafted = ({"generation_tps": 10.0, "token_ids": tokens} for tokens in (a, b))
@@ -45,7 +45,7 @@ def test_a_difference_is_said():
     drafted = {"generation_tps": 25.0, "token_ids": [1, 3], "acceptance": None}
     lines = verdict(plain, drafted)
     assert lines[1].endswith("25.0 tok/s, 2.50 times as fast")
-    assert "differ from token 2 on" in lines[-1]
+    assert "differ after 1 equal tokens" in lines[-1]
 
 
 @pytest.mark.parametrize(

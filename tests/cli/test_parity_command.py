@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dflash_mlx import parity
+from dflash_mlx.errors import PairError
 from dflash_mlx.parity import GreedyResult, SampledResult
 
 SAME = GreedyResult("chat-1", 64, None, None, None, None, 0.01)
@@ -41,3 +42,12 @@ def test_misuse(run):
     code, _, err = run("parity")
     assert code == 2
     assert "say what to load" in err
+
+
+def test_no_option_is_advised_that_there_is_not(run, fake, monkeypatch):
+    def refuse(*arguments, **options):
+        raise PairError("they do not fit. Give one with --draft-model, or run plainly with --no-draft.")
+
+    monkeypatch.setattr("dflash_mlx.load_pair", refuse)
+    assert run("parity", "--pair", "demo")[2].strip().endswith("Give one with --draft-model.")
+    assert "--no-draft" in run("generate", "hi", "--pair", "demo")[2]

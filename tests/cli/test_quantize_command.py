@@ -59,6 +59,14 @@ def test_a_failed_upload_keeps_the_folder(run, tmp_path, monkeypatch):
     check_folder(tmp_path / "x")
 
 
+@pytest.mark.parametrize(("after", "warned"), [(90, False), (100, True), (120, True)])
+def test_a_copy_that_is_not_smaller_is_said(run, tmp_path, monkeypatch, after, warned):
+    facts = {"out": "x", "source": "y", "scheme": "z", "size_mb_before": 100, "size_mb_after": after}
+    monkeypatch.setattr("dflash_mlx.cli.quantize._quantize", lambda *_, **__: facts)
+    code, _, err = run("quantize", "demo", "--bits", "8", "--out", str(tmp_path / "x"))
+    assert (code, "not smaller" in err) == (0, warned)
+
+
 @pytest.mark.model
 @pytest.mark.long
 def test_killed_at_any_moment_there_is_no_half_model(

@@ -330,6 +330,8 @@ class Guide:
         if self.heard >= self.most and not self.when_asked:
             raise DFlashError("lost the way")
 
+    done = False
+
     def allowed(self, drafts):
         if self.heard >= self.most and self.when_asked:
             raise DFlashError("lost the way")

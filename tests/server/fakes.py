@@ -70,6 +70,9 @@ class FakeTokenizer:
     def decode(self, tokens: list[int]) -> str:
         return "".join(chr(token) for token in tokens)
 
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
     def convert_ids_to_tokens(self, token: int) -> str:
         return chr(token)
 

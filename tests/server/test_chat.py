@@ -5,6 +5,10 @@ import json
 import openai
 import pytest
 from fakes import EOS, FakePair, FakeTokenizer, FakeWorker, running
+from tiny_pair import make_templated_pair
+
+from dflash_mlx.server.failures import RequestError
+from dflash_mlx.server.prompts import encode_chat
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -236,10 +240,17 @@ def test_what_cannot_be_done_is_refused(options, param):
     assert found.value.type == "invalid_request_error"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_calls_cannot_be_forced(choice):
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"type": "function", "function": {"name": "other"}}, "not among the tools"),
+        ("sometimes", "auto, none, required"),
+        ({"type": "custom", "custom": {"name": "weather"}}, "type function"),
+    ],
+)
+def test_calls_that_cannot_be_forced(choice, reason):
     pair = FakePair(FakeTokenizer(has_tool_calling=True))
-    with running(pair=pair) as server, pytest.raises(openai.BadRequestError, match="cannot force"):
+    with running(pair=pair) as server, pytest.raises(openai.BadRequestError, match=reason):
         server.openai().chat.completions.create(model="fake", messages=ASK, tools=[WEATHER], tool_choice=choice)
 
 
@@ -286,7 +297,7 @@ def test_completions():
         chunks = list(client.completions.create(model="fake", prompt="a longer text than sixteen", stream=True))
         assert "".join(c.choices[0].text for c in chunks) == "A LONGER TEXT TH", "OpenAI's limit where none is given"
         assert chunks[-1].choices[0].finish_reason == "length"
-        refused = [{"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]}]
+        refused = [{"echo": 1}, {"max_tokens": -2}, {"best_of": 3}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]}]
         for wrong in refused:
             with pytest.raises(openai.BadRequestError):
                 client.completions.create(**{"model": "fake", "prompt": "x", **wrong})
@@ -315,3 +326,24 @@ def test_a_prompt_counts_once_however_many_answers_it_gets():
         texts = server.openai().completions.create(model="fake", prompt=["one", "three"], n=3, max_tokens=4).usage
         assert (texts.prompt_tokens, texts.prompt_tokens_details.cached_tokens) == (len("one" + "three"), 2 * 2)
         assert texts.completion_tokens == 2 * 3 * 4
+
+
+STRICT = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
+    "{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_instructions_are_joined_where_the_template_wants_that():
+    pair = make_templated_pair()
+    roles = [("system", "A"), ("system", "B"), ("user", "C"), ("user", "D"), ("assistant", "E"), ("user", "F")]
+    messages = [{"role": role, "content": content} for role, content in roles]
+    loose = pair.tokenizer.decode(encode_chat(pair, messages, (), {}))
+    assert loose == "<system>A\n<system>B\n<user>C\n<user>D\n<assistant>E\n<user>F\n<assistant>"
+    pair.tokenizer._tokenizer.chat_template = STRICT
+    strict = pair.tokenizer.decode(encode_chat(pair, messages, (), {}))
+    assert strict == "<system>A\n\nB<user>C\n\nD<assistant>E<user>F<assistant>"
+    with pytest.raises(RequestError, match="system first"):
+        encode_chat(pair, [*messages, messages[4], messages[4]], (), {})

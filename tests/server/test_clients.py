@@ -158,3 +158,16 @@ def test_tools_of_openai_are_left_out():
         assert server.tokenizer.rendered[-1]["tools"] is None
         with pytest.raises(openai.BadRequestError):
             server.openai().responses.create(model="fake", input="Hi", tools=[{"name": "f"}])
+
+
+def test_input_items_of_other_kinds():
+    """What OpenAI's tools did is left out by name; what would be missing from the conversation is refused."""
+    with running() as server:
+        items = [{"type": "web_search_call", "id": "w", "status": "completed"}, {"role": "user", "content": "Hi"}]
+        answer = post(server, "/v1/responses", input=items)
+        assert answer.headers["x-dflash-ignored"] == "input[0].type.web_search_call"
+        assert [message["content"] for message in server.tokenizer.rendered[-1]["messages"]] == ["Hi"]
+        for kind in ("item_reference", "custom_tool_call_output", "nonsense"):
+            refused = post(server, "/v1/responses", input=[*items, {"type": kind, "id": "x"}])
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[2].type")
+            assert kind in refused.json()["error"]["message"]

@@ -110,6 +110,7 @@ def test_web_pages_need_permission():
         assert answer.headers["access-control-allow-headers"] == "content-type"
         answer = client.post("/v1/chat/completions", headers={**page, "x-api-key": "k"}, json=BODY)
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "http://page.example")
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
         refused = client.post("/v1/chat/completions", headers=page, json=BODY)
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "http://page.example")
         assert client.get("/v1/models", headers={"Origin": "http://other.example"}).status_code == 403
