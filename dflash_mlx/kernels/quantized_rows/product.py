@@ -10,8 +10,7 @@ from dflash_mlx.runtime import backend
 
 # More rows than this are computed better by MLX's kernels, which have tiles of 32.
 MOST_ROWS = 32
-# Rows of a threadgroup: the matrix units take 8, and 16 share what was read and dequantized.
-_FEW, _ALL = 8, 16
+_SOURCES = Path(__file__).parent
 
 
 class Matrix(NamedTuple):
@@ -23,6 +22,18 @@ class Matrix(NamedTuple):
     group_size: int
     dtype: mx.Dtype
 
+    def __str__(self) -> str:
+        dtype = str(self.dtype).rpartition(".")[2]
+        return f"{self.columns}x{self.depth} {self.bits}-bit, groups of {self.group_size}, {dtype}"
+
+
+class Tiles(NamedTuple):
+    """Of a threadgroup: its rows, its columns in eights, and how many simdgroups (warps) share the depth."""
+
+    rows: int
+    columns: int
+    split: int
+
 
 def fits(matrix: Matrix) -> bool:
     """Whether the kernel was made for products with this matrix."""
@@ -31,22 +42,25 @@ def fits(matrix: Matrix) -> bool:
         and matrix.group_size in (32, 64, 128)
         and matrix.dtype in (mx.float16, mx.bfloat16)
         and matrix.depth % matrix.group_size == 0
-        and matrix.columns >= 8
-        and matrix.columns * matrix.depth // matrix.group_size >= 8  # MLX passes shorter arrays in another way
+        # MLX hands over shorter arrays in another way.
+        and matrix.columns * matrix.depth >= 8 * matrix.group_size
     )
 
 
-def tiles_and_split(columns: int, depth: int, bits: int) -> tuple[int, int]:
-    """Columns of a threadgroup, in eights, and simdgroups that share its depth.
+def tiles(rows: int, columns: int, depth: int, bits: int) -> Tiles:
+    """How a product is divided.
 
-    A wide matrix has threadgroups enough to fill a GPU; of a narrow one each simdgroup takes less. This does not depend
-    on the number of rows, so the sums of a row are always the same.
+    A wide matrix has threadgroups enough to fill a GPU; of a narrow one more simdgroups share the depth. How depth and
+    columns are divided does not depend on the number of rows, so the sums of a row are always the same.
     """
-    tiles, split = (4, 4) if columns >= 4096 else (2, 8)
-    blocks = -(-depth * bits // 1024)
-    while split > 1 and split > blocks:
+    if backend().kind == "cuda":
+        high, wide, split, block = 16, 2, 8 if columns >= 8192 else 16, 512 // bits
+    else:
+        high, block = 8 if rows <= 8 else 16, 1024 // bits
+        wide, split = (4, 4) if columns >= 4096 else (2, 8)
+    while split > 1 and split * block >= 2 * depth:
         split //= 2
-    return tiles, split
+    return Tiles(high, wide, split)
 
 
 def multiply(
@@ -58,19 +72,19 @@ def multiply(
     """
     columns, depth = weight.shape[0], x.shape[-1]
     rows = x.size // depth
-    tiles, split = tiles_and_split(columns, depth, bits)
-    most = _FEW if rows <= _FEW else _ALL
-    (product,) = _kernel()(
+    high, wide, split = tiles(rows, columns, depth, bits)
+    cuda = backend().kind == "cuda"
+    (product,) = (_cuda_kernel if cuda else _metal_kernel)()(
         inputs=[x.reshape(rows, depth), weight, scales, biases],
         template=[
             ("T", x.dtype),
             ("BITS", bits),
             ("GROUP", group_size),
-            ("ROWS", most),
-            ("TILES", tiles),
+            ("BRAIN", x.dtype == mx.bfloat16) if cuda else ("ROWS", high),
+            ("TILES", wide),
             ("SPLIT", split),
         ],
-        grid=(-(-rows // most) * 32 * split, -(-columns // (8 * tiles)), 1),
+        grid=(-(-rows // high) * 32 * split, -(-columns // (8 * wide)), 1),
         threadgroup=(32 * split, 1, 1),
         output_shapes=[(rows, columns)],
         output_dtypes=[x.dtype],
@@ -79,14 +93,24 @@ def multiply(
 
 
 @cache
-def _kernel() -> Any:
-    return mx.fast.metal_kernel(
-        name="dflash_quantized_rows",
-        input_names=["x", "w", "scales", "biases"],
-        output_names=["y"],
-        source=source("kernel.metal"),
-    )
+def _metal_kernel() -> Any:
+    return mx.fast.metal_kernel(**_kernel("kernel.metal"))
 
 
-def source(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+@cache
+def _cuda_kernel() -> Any:
+    return mx.fast.cuda_kernel(**_kernel("kernel.cu"), header=source("matrix_units.cu"))
+
+
+def _kernel(file: str) -> dict[str, Any]:
+    return {
+        "name": "dflash_quantized_rows",
+        "input_names": ["x", "w", "scales", "biases"],
+        "output_names": ["y"],
+        "source": source(file),
+    }
+
+
+def source(file: str) -> str:
+    """The text of a file beside this one."""
+    return (_SOURCES / file).read_text(encoding="utf-8")
