@@ -43,6 +43,7 @@ def bench_command(
     no_draft: options.NoDraft = False,
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
+    no_kernels: options.NoKernels = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -77,7 +78,13 @@ def bench_command(
     """
     chosen = choose_category(read_prompts(prompts) if prompts else BUILT_IN, category)
     choice = options.ModelChoice(
-        pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
+        pair=pair,
+        model=model,
+        draft_model=draft_model,
+        no_draft=no_draft,
+        block_size=block_size,
+        dtype=dtype,
+        no_kernels=no_kernels,
     )
     opened = choice.open()
     from dflash_mlx import SamplingParams

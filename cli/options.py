@@ -97,6 +97,14 @@ Precision = Annotated[
         rich_help_panel=MODELS,
     ),
 ]
+NoKernels = Annotated[
+    bool,
+    typer.Option(
+        "--no-kernels",
+        help="Compute with MLX's own operations alone, even where a kernel of dflash-mlx was measured to be faster.",
+        rich_help_panel=MODELS,
+    ),
+]
 MaxTokens = Annotated[
     int,
     typer.Option(
@@ -203,6 +211,7 @@ class ModelChoice:
     no_draft: bool = False
     block_size: int | None = None
     dtype: DType = DType.auto
+    no_kernels: bool = False
 
     def open(self) -> "ModelPair":
         """Load it, with progress on stderr. Raises what `load_pair` raises."""
@@ -218,6 +227,7 @@ class ModelChoice:
                 draft=not self.no_draft,
                 dtype=self.dtype.value,
                 block_size=self.block_size,
+                kernels=not self.no_kernels,
                 report=progress.report,
             )
         for warning in pair.warnings:

@@ -70,7 +70,9 @@ class CudaKernel:
             parameters.append(f"{dtype}* {name}")
             arguments.append(f"static_cast<{dtype}*>(data[{i}])")
         constants = [
-            f"using {name} = {TYPES[value]};" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {int(value)};"
+            f"using {name} = {TYPES[value]};"
+            if isinstance(value, mx.Dtype)
+            else f"constexpr int {name} = {int(value)};"
             for name, value in template
         ]
         text = "\n".join(
@@ -86,7 +88,9 @@ class CudaKernel:
                 "}",
             ]
         )
-        library = self.folder / f"{self.name}-{hashlib.sha256((text + HEADER.read_text()).encode()).hexdigest()[:16]}.so"
+        library = (
+            self.folder / f"{self.name}-{hashlib.sha256((text + HEADER.read_text()).encode()).hexdigest()[:16]}.so"
+        )
         if not library.exists():
             source = library.with_suffix(".cpp")
             source.write_text(text)

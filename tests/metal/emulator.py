@@ -38,7 +38,7 @@ ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 FLAGS = ["-std=c++17", "-O1", "-g1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fsingle-precision-constant"]
 # The library of the thread sanitizer is not linked: runtime.cpp has its functions. Jumps go between stacks, which a
 # fortified setjmp would not do.
-CHECKED = ["-fsanitize=thread", "-fsanitize=bounds"]
+CHECKED = ["-fsanitize=thread", "-fsanitize=bounds,shift", "-fno-aggressive-loop-optimizations"]
 RUNTIME = ["-std=c++17", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
 # `threadgroup float sums[8][32];` declares a variable; elsewhere the word belongs to a pointer or a reference.
 VARIABLE = re.compile(r"\bthreadgroup\s+([\w ]+?)\s+(\w+)\s*((?:\[[^\]]+\])+)\s*;")

@@ -367,10 +367,16 @@ extern "C" void __tsan_write_range(void* p, size_t bytes) { emulator::touch(p, b
 extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
 extern "C" void __tsan_init() {}
-// And with -fsanitize=bounds where an index is too large for an array.
-extern "C" void __ubsan_handle_out_of_bounds(void* where, uintptr_t index) {
-  struct Where { const char* file; uint32_t line, column; };
+// And with -fsanitize=bounds,shift where an index is too large for an array, or a number of bits for a word.
+struct Where { const char* file; uint32_t line, column; };
+static void complain(void* where, const char* format, uintptr_t value) {
   char text[100];
-  snprintf(text, sizeof text, "index %ld is out of an array's bounds", long(index));
+  snprintf(text, sizeof text, format, long(value));
   emulator::fail(static_cast<Where*>(where)->line, text);
+}
+extern "C" void __ubsan_handle_out_of_bounds(void* where, uintptr_t index) {
+  complain(where, "index %ld is out of an array's bounds", index);
+}
+extern "C" void __ubsan_handle_shift_out_of_bounds(void* where, uintptr_t, uintptr_t by) {
+  complain(where, "a word is shifted by %ld bits", by);
 }

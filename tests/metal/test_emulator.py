@@ -131,7 +131,7 @@ def test_each_barrier_that_is_missing_is_found(folder, kernel, source, barrier, 
     for found in re.finditer(re.escape(barrier), source):
         for instead in ("", barrier.replace("mem_threadgroup", "mem_device")):
             changed = source[: found.start()] + instead + source[found.end() :]
-            with pytest.raises(KernelError, match="race|before anything was written"):
+            with pytest.raises(KernelError, match=r"race|before anything was written"):
                 kernel(Emulator(folder, checked=True, order=order), changed)
 
 
@@ -143,6 +143,7 @@ def test_each_barrier_that_is_missing_is_found(folder, kernel, source, barrier, 
         ("write out of bounds: 4 bytes at byte 400 of 400 of out", "out[i] = a[i]; out[i + 1] = 0;"),
         ("index 40 is out of an array's bounds", "threadgroup float t[40]; t[i % 41] = 1; out[i] = a[i];"),
         ("index 4 is out of an array's bounds", "float t[4]; for (int j = 0; j <= i; j++) t[j] = 1; out[i] = t[0];"),
+        ("shifted by 32 bits", "out[i] = (1u << min(i, 32u)) + a[i];"),
         ("never written: byte 28 of 400 of out", "if (i != 7) out[i] = a[i];"),
         ("read before anything was written", "out[i] += a[i];"),
         ("race", "out[i / 2] = a[i]; if (i >= 50) out[i] = a[i];"),
