@@ -13,6 +13,8 @@
 #include <functional>
 #include <vector>
 
+#include "../metal/short_numbers.hpp"
+
 using std::max;
 #define __shared__ static
 using Shape = std::array<int32_t, 8>;
@@ -21,21 +23,8 @@ struct Index { int x, y, z; };
 
 static Index threadIdx, blockIdx;
 
-struct bfloat16 {
-  uint16_t bits;
-  bfloat16() = default;
-  explicit bfloat16(float value) {
-    uint32_t word;
-    std::memcpy(&word, &value, 4);
-    bits = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
-  }
-  operator float() const {
-    const uint32_t word = uint32_t(bits) << 16;
-    float value;
-    std::memcpy(&value, &word, 4);
-    return value;
-  }
-};
+using float16 = emulator::Small<false>;
+using bfloat16 = emulator::Small<true>;
 
 struct Thread { ucontext_t context; jmp_buf place; std::vector<char> stack; int turns; bool started, waits, done; };
 static std::vector<Thread> threads;
@@ -75,11 +64,7 @@ struct Fragments { uint32_t left[4], right[2]; };
 static std::vector<Fragments> fragments[2];
 static float short_number(uint32_t word, int which, bool brain) {
   const uint16_t bits = word >> (16 * which);
-  _Float16 half;
-  bfloat16 other;
-  std::memcpy(&half, &bits, 2);
-  std::memcpy(&other, &bits, 2);
-  return brain ? float(other) : float(half);
+  return brain ? emulator::from_bfloat(bits) : emulator::from_half(bits);
 }
 template <bool BRAIN>
 static void multiply_accumulate(float (&sums)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]) {

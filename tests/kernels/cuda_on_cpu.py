@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 HEADER = Path(__file__).with_suffix(".hpp")
+HEADERS = HEADER.read_text() + (HEADER.parents[1] / "metal" / "short_numbers.hpp").read_text()
 TYPES = {
     mx.float32: "float",
-    mx.float16: "_Float16",
+    mx.float16: "float16",
     mx.bfloat16: "bfloat16",
     mx.bool_: "bool",
     mx.uint32: "uint32_t",
@@ -88,9 +89,7 @@ class CudaKernel:
                 "}",
             ]
         )
-        library = (
-            self.folder / f"{self.name}-{hashlib.sha256((text + HEADER.read_text()).encode()).hexdigest()[:16]}.so"
-        )
+        library = self.folder / f"{self.name}-{hashlib.sha256((text + HEADERS).encode()).hexdigest()[:16]}.so"
         if not library.exists():
             source = library.with_suffix(".cpp")
             source.write_text(text)

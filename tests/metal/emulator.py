@@ -199,7 +199,7 @@ class Emulator:
                     "}",
                 ]
             )
-            parts = [whole, (HERE / "metal.hpp").read_text(), (HERE / "runtime.h").read_text()]
+            parts = [whole, *(path.read_text() for path in sorted(HERE.glob("*.h*")))]
             library = self._built("".join(parts), FLAGS + (CHECKED if self.checked else []), whole)
             self._loaded[key] = ctypes.CDLL(str(library)).entry
         return self._loaded[key]

@@ -1,10 +1,9 @@
 // The part of the Metal Shading Language that kernels here use, in C++17 for g++, after Apple's specification.
 // A kernel's text is included below it (emulator.py).
 #pragma once
-#include <limits>
-#include <type_traits>
 
 #include "runtime.h"
+#include "short_numbers.hpp"
 
 typedef unsigned char uchar;
 typedef unsigned short ushort;
@@ -19,58 +18,6 @@ typedef unsigned long ulong;
 #define threadgroup
 #define METAL_FUNC inline
 #define INFINITY __builtin_huge_valf()
-
-// half and bfloat: stored in 16 bits, computed in float, and rounded after each operation.
-namespace emulator {
-
-inline uint bits_of(float value) { return __builtin_bit_cast(uint, value); }
-inline float float_of(uint bits) { return __builtin_bit_cast(float, bits); }
-
-inline ushort to_bfloat(float value) {
-  const uint bits = bits_of(value);
-  if ((bits & 0x7fffffff) > 0x7f800000) return (bits >> 16) | 0x40;  // stays a NaN
-  return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-inline float from_bfloat(ushort bits) { return float_of(uint(bits) << 16); }
-
-inline float from_half(ushort bits) {
-  const uint sign = uint(bits & 0x8000) << 16, exponent = (bits >> 10) & 31, fraction = bits & 1023;
-  if (exponent == 31) return float_of(sign | 0x7f800000 | fraction << 13);
-  if (exponent == 0) return float_of(sign | bits_of(fraction * 0x1p-24f));
-  return float_of(sign | (exponent + 112) << 23 | fraction << 13);
-}
-inline ushort to_half(float value) {
-  const uint bits = bits_of(value), size = bits & 0x7fffffff;
-  const ushort sign = (bits >> 16) & 0x8000;
-  if (size > 0x7f800000) return sign | 0x7e00;
-  if (size >= 0x477ff000) return sign | 0x7c00;  // rounds to more than 65504
-  if (size < 0x38800000)  // below the smallest normal number; the sum rounds to a multiple of 2^-24
-    return sign | (bits_of(float_of(size) + 0.5f) - bits_of(0.5f));
-  return sign | ((size + 0xfff + ((size >> 13) & 1) - 0x38000000) >> 13);
-}
-
-// float becomes half by itself, and bfloat only when a kernel says so.
-template <bool BRAIN>
-struct Small {
-  ushort bits;
-  static ushort encode(float value) { return BRAIN ? to_bfloat(value) : to_half(value); }
-  Small() = default;
-  template <class I, std::enable_if_t<std::is_integral_v<I>, int> = 0>
-  Small(I value) : bits(encode(value)) {}
-  template <class F, std::enable_if_t<std::is_same_v<F, float> && !BRAIN, int> = 0>
-  Small(F value) : bits(encode(value)) {}
-  template <class F, std::enable_if_t<std::is_same_v<F, float> && BRAIN, int> = 0, class = void>
-  explicit Small(F value) : bits(encode(value)) {}
-  operator float() const { return BRAIN ? from_bfloat(bits) : from_half(bits); }
-};
-
-#define OPERATOR(op) \
-  template <bool B> Small<B> operator op(Small<B> a, Small<B> b) { return Small<B>(float(a) op float(b)); } \
-  template <bool B, class T> Small<B>& operator op##=(Small<B>& a, T b) { return a = Small<B>(float(a) op float(b)); }
-OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/)
-#undef OPERATOR
-
-}  // namespace emulator
 
 typedef emulator::Small<false> half, float16_t;
 typedef emulator::Small<true> bfloat, bfloat16_t;

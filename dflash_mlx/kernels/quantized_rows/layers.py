@@ -88,7 +88,8 @@ def use_where_faster(
 
     Returns what is used, in words that change with it, and notes on races that something odd ended.
     """
-    verdicts, used, notes = known_verdicts(), [], []
+    verdicts, used = known_verdicts(), []
+    odd: dict[str, list[Matrix]] = {}
     for matrix, layers in matrices(models, head=head).items():
         verdict = verdicts.get(str(matrix))
         if verdict is None:
@@ -100,8 +101,13 @@ def use_where_faster(
         if any(verdict.used_for()):
             used.append(f"{matrix}: {','.join(str(rows) for rows, on in enumerate(verdict.used_for()) if on)}")
         if verdict.note:
-            notes.append(f"the kernel for {matrix} is left out where it was not raced: {verdict.note}")
-    return "; ".join(used), notes
+            odd.setdefault(verdict.note, []).append(matrix)
+    return "; ".join(used), [_note(*each) for each in odd.items()]
+
+
+def _note(what: str, matrices: Sequence[Matrix]) -> str:
+    others = f" and {len(matrices) - 1} other kinds of matrices" if len(matrices) > 1 else ""
+    return f"a kernel is not used where its race came to no end, for {matrices[0]}{others}: {what}"
 
 
 def race_typical(report: Report | None = None) -> dict[Matrix, Verdict]:
