@@ -91,6 +91,16 @@ def test_every_kind_of_matrix(bits, group, dtype, metal):
 
 
 @needs_compiler
+@pytest.mark.long
+@pytest.mark.parametrize(("bits", "group", "dtype"), KINDS)
+def test_every_kind_of_matrix_in_many_schedules(bits, group, dtype, metal):
+    metal.checked, metal.order = True, "random"
+    for metal.seed, rows in enumerate(range(2, 33, 3)):
+        for columns, depth in ((8, 128), (20, 896), (72, 1152), (4100, 128)):
+            assert difference(rows, columns, depth, bits, group, dtype) < METAL[dtype]
+
+
+@needs_compiler
 @pytest.mark.parametrize("rows", range(2, 33))
 def test_every_number_of_rows(rows, metal):
     assert difference(rows, 24, 352, 4, 32, mx.bfloat16) < METAL[mx.bfloat16]
