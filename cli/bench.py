@@ -62,6 +62,7 @@ def bench_command(
     no_draft: options.NoDraft = False,
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
+    no_kernels: options.NoKernels = False,
     width: options.Width = None,
     tree: options.Tree = False,
     also: bench_options.Also = None,
@@ -90,7 +91,13 @@ def bench_command(
     options.require_width(width, tree=tree, no_draft=no_draft)
     drafting, answering = parse_sweeps(sweep or [])
     choice = options.ModelChoice(
-        pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
+        pair=pair,
+        model=model,
+        draft_model=draft_model,
+        no_draft=no_draft,
+        block_size=block_size,
+        dtype=dtype,
+        no_kernels=no_kernels,
     )
     own = variants(choice, width=width, tree=tree, also=also or [], sweep=drafting)
     streams = parse_concurrency(concurrency) if concurrency else []

@@ -33,6 +33,7 @@ def chat_command(
     no_draft: options.NoDraft = False,
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
+    no_kernels: options.NoKernels = False,
     max_tokens: options.MaxTokens = 1024,
     temperature: options.ChosenTemperature = None,
     top_p: options.TopP = 1.0,
@@ -62,7 +63,13 @@ def chat_command(
     from dflash_mlx.hub.registry import cache_home
 
     choice = options.ModelChoice(
-        pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
+        pair=pair,
+        model=model,
+        draft_model=draft_model,
+        no_draft=no_draft,
+        block_size=block_size,
+        dtype=dtype,
+        no_kernels=no_kernels,
     )
     newest = list_kept()[:1]
     if go_on and not newest:

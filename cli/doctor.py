@@ -6,13 +6,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from dflash_mlx import __version__
 from dflash_mlx.cli import options
-from dflash_mlx.cli.output import can_draw, is_terminal, styled
+from dflash_mlx.cli.output import LoadProgress, can_draw, is_terminal, styled
 from dflash_mlx.errors import DFlashError
 from dflash_on_mlx import explain, other_version
 
@@ -20,16 +20,28 @@ EXAMPLES = """[bold]Examples[/bold]
 
   dflash-mlx doctor
 
+  dflash-mlx doctor --kernels
+
   dflash-mlx doctor --json
 """
 
 
-def doctor_command(as_json: options.Json = False) -> None:
+def doctor_command(
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels", help="Race the kernels of dflash-mlx against MLX's own; takes up to a minute on a GPU."
+        ),
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
     """Say what dflash-mlx runs on here, what is broken, and what would make it faster.
 
     The exit code is 1 when something is broken, else 0.
     """
     report = examine()
+    if kernels:
+        report["kernels"] = race_kernels()
     if as_json:
         print(json.dumps(report, ensure_ascii=False, indent=2))
     else:
@@ -49,6 +61,51 @@ def examine() -> dict[str, Any]:
             problems.append(f"{_NAMES[look]}: {' '.join(str(error).split()) or type(error).__name__}")
     found["terminal"] = _terminal()
     return {**found, "advice": list(found.get("advice", ())), "problems": problems}
+
+
+def race_kernels() -> list[dict[str, Any]]:
+    """A race for each kind of matrix, with speedups by number of rows; none on a CPU."""
+    from dflash_mlx.kernels.quantized_rows.layers import race_typical
+    from dflash_mlx.runtime import backend
+
+    if backend().kind == "cpu":
+        return []
+    with LoadProgress() as progress:
+        races = race_typical(progress.report)
+    return [
+        {
+            "matrix": str(matrix),
+            "speedups": {rows: round(ordinary / own, 3) for rows, (ordinary, own) in verdict.seconds.items()},
+            "milliseconds": {rows: round(own * 1000, 3) for rows, (_, own) in verdict.seconds.items()},
+            "used_for": [rows for rows in verdict.seconds if verdict.won(rows)],
+            "note": verdict.note,
+        }
+        for matrix, verdict in races.items()
+    ]
+
+
+def _print_races(races: list[dict[str, Any]]) -> None:
+    """As a table in Markdown, for an issue."""
+    from dflash_mlx.kernels.race import ROWS
+
+    if not races:
+        print("kernels:       none for a CPU")
+        return
+    print("How many times as fast as MLX's own product the kernel is, by rows; * where it is used:\n")
+    print("| matrix | " + " | ".join(map(str, ROWS)) + " |")
+    print("|---|" + "---|" * len(ROWS))
+    for race in races:
+        cells = [
+            f"{race['speedups'][rows]:.2f}{'*' if rows in race['used_for'] else ''}"
+            if rows in race["speedups"]
+            else "-"
+            for rows in ROWS
+        ]
+        print(f"| {race['matrix']} | " + " | ".join(cells) + " |")
+    for race in races:
+        if race["note"]:
+            print(f"\n{race['matrix']}: {race['note']}")
+    print()
 
 
 def _installation() -> dict[str, Any]:
@@ -172,6 +229,8 @@ def _print_report(report: dict[str, Any]) -> None:
     live = "yes" if terminal["stderr"] else "no, so no live statistics"
     line("terminal", f"{live}{'' if terminal['unicode'] else '; without block characters'}")
     print()
+    if "kernels" in report:
+        _print_races(report["kernels"])
     for problem in report["problems"]:
         print(styled("broken: ", "red", sys.stdout) + problem)
     for advice in report["advice"]:

@@ -56,6 +56,7 @@ def generate_command(
     width: options.Width = None,
     tree: options.Tree = False,
     dtype: options.Precision = options.DType.auto,
+    no_kernels: options.NoKernels = False,
     max_tokens: options.MaxTokens = 256,
     temperature: options.ChosenTemperature = None,
     top_p: options.TopP = 1.0,
@@ -105,7 +106,13 @@ def generate_command(
     wanted = read_schema(schema)
     text = read_prompt(prompt, files or ())
     choice = options.ModelChoice(
-        pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
+        pair=pair,
+        model=model,
+        draft_model=draft_model,
+        no_draft=no_draft,
+        block_size=block_size,
+        dtype=dtype,
+        no_kernels=no_kernels,
     )
     temperature, system = sampling_defaults(temperature, "" if raw else system)
     opened = with_default(choice).open()

@@ -100,6 +100,14 @@ Precision = Annotated[
         rich_help_panel=MODELS,
     ),
 ]
+NoKernels = Annotated[
+    bool,
+    typer.Option(
+        "--no-kernels",
+        help="Compute with MLX's own operations alone, even where a kernel of dflash-mlx was measured to be faster.",
+        rich_help_panel=MODELS,
+    ),
+]
 MaxTokens = Annotated[
     int,
     typer.Option(
@@ -235,6 +243,7 @@ class ModelChoice:
     block_size: int | None = None
     dtype: DType = DType.auto
     can_be_plain: bool = True
+    no_kernels: bool = False
 
     def open(self) -> "ModelPair":
         """Load it, with progress on stderr. Raises what `load_pair` raises."""
@@ -251,6 +260,7 @@ class ModelChoice:
                     draft=not self.no_draft,
                     dtype=self.dtype.value,
                     block_size=self.block_size,
+                    kernels=not self.no_kernels,
                     report=progress.report,
                 )
             except DFlashError as error:

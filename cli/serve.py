@@ -35,6 +35,7 @@ def serve_command(
     no_draft: options.NoDraft = False,
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
+    no_kernels: options.NoKernels = False,
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="The address to listen on.", rich_help_panel=SERVER)
     ] = "127.0.0.1",
@@ -143,7 +144,13 @@ def serve_command(
     """
     keys = _keys(api_key or [], host, no_key=no_key)
     choice = options.ModelChoice(
-        pair=pair, model=model, draft_model=draft_model, no_draft=no_draft, block_size=block_size, dtype=dtype
+        pair=pair,
+        model=model,
+        draft_model=draft_model,
+        no_draft=no_draft,
+        block_size=block_size,
+        dtype=dtype,
+        no_kernels=no_kernels,
     )
     # The address is taken first: loading can take a minute, and a port in use is known at once.
     from dflash_mlx.server.run import END_SECONDS, address_of, make_server, open_socket

@@ -159,14 +159,16 @@ def load_pair(
     draft: bool = True,
     dtype: str = "auto",
     block_size: int | None = None,
+    kernels: bool = True,
     check: bool = True,
     report: Report | None = None,
 ) -> ModelPair:
     """Load a known pair by `name`, or a target (`model`) and drafter (`draft_model`) by Hub id or folder.
 
     draft=False loads the target alone. dtype: "auto" (float32 on a CPU, the model's own on a GPU), "float32",
-    "bfloat16" or "float16". block_size: the largest block of a round, at most the drafter's own. check=False skips the
-    checks that run the models. report(message, fraction done or None) follows progress. Downloads what is missing.
+    "bfloat16" or "float16". block_size: the largest block of a round, at most the drafter's own. kernels=False computes
+    with MLX's own operations alone. check=False skips the checks that run the models. report(message, fraction done or
+    None) follows progress. Downloads what is missing.
     Raises UsageError, DownloadError, CheckpointError and PairError.
     """
     started = time.perf_counter()
@@ -191,7 +193,7 @@ def load_pair(
         report("loading the drafter", None)
         drafter = load_drafter(drafter_folder, dtype=activations)
         check_shapes(target, drafter)
-    use_where_faster(target, drafter)
+    notes = use_where_faster(target, drafter, kernels=kernels, report=report)
     pair = ModelPair(
         name=label,
         target=target,
@@ -200,7 +202,7 @@ def load_pair(
         dtype=activations,
         block_size=_block_size(drafter, block_size),
         folders=tuple(f for f in (target_folder, drafter_folder) if f),
-        warnings=[warning] if warning else [],
+        warnings=[*([warning] if warning else []), *notes],
     )
     if check and drafter is not None:
         report("checking that target and drafter belong together", None)

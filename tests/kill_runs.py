@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 
 SECONDS = 120.0  # that a run may take on a busy machine
+# pip asks for the version of Rust, and rustup then writes its settings.
+_OTHERS = (".rustup", ".rustup/*")
 _PRELOAD = (
     "dflash_mlx.cli.app",
     "dflash_mlx.drafters.convert",
@@ -71,7 +73,7 @@ class Command:
         return {
             name: content
             for name, content in found.items()
-            if content == "damaged" or not _matches(name, self.optional)
+            if content == "damaged" or not _matches(name, (*self.optional, *_OTHERS))
         }
 
     def _content(self, path: Path, name: str) -> str:

@@ -11,6 +11,7 @@ LAYERS = (
     {"caches"},
     {"targets"},
     {"drafters"},
+    {"policy.stored"},  # measurements on disk, of kernels as of rounds
     {"kernels"},
     {"decoding"},
     {"checks", "policy"},

@@ -3,8 +3,12 @@
 A round feeds both models 2 to some dozens of rows. On a GPU much faster than the computer that feeds it, a round of a
 small model takes as long as its launches, and MLX's ways for more than one row take more of them than those for one.
 On CUDA two kernels take their place: for linear layers (few_rows_linear.py) and for attention (few_rows_attention.py).
-And passes can be replayed instead of written down anew each time (`caches.replay`). When a pair is loaded, all are
-measured. On an H200 the kernels brought a round of 15 drafts of the demo pair, in bfloat16, from 7.1 to 5.2 ms,
+Whether they pay depends on each other and on all of a round, so rounds are measured. And passes can be replayed instead
+of written down anew each time (`caches.replay`), which is measured together with them.
+
+On a Mac MLX's own quantized products read the weights again for every few rows. A kernel of their own reads them once
+(quantized_rows/), for any GPU; it is raced by itself, for each shape (race.py).
+ On an H200 the kernels brought a round of 15 drafts of the demo pair, in bfloat16, from 7.1 to 5.2 ms,
 and replaying made it a fifth faster once more.
 
 As with `targets.taps`, layer *instances* get a subclass of their own class; classes and parameter trees stay as they
@@ -25,6 +29,7 @@ from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.kernels import exponentials
 from dflash_mlx.kernels.few_rows_attention import attention_layers, attention_works, set_attention
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work, set_few_rows
+from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target, activation_dtype
@@ -40,22 +45,34 @@ W = TypeVar("W")
 _ORDINARY: Way = False, 0
 
 
-def use_where_faster(target: Target, drafter: DFlashDrafter | None) -> None:
-    """Have both models compute in the ways that are fastest on this machine.
+def use_where_faster(
+    target: Target,
+    drafter: DFlashDrafter | None,
+    *,
+    kernels: bool = True,
+    report: Callable[[str, float | None], None] | None = None,
+) -> list[str]:
+    """Have both models compute in the ways that are fastest on this machine; returns notes on what was odd.
 
-    The kernels for few rows are for CUDA only: a Mac's GPU and a CPU have no such cost to avoid.
+    kernels=False leaves out all kernels of this project.
     """
     kind = backend().kind
-    if kind == "cpu":
-        exponentials.use_where_faster([target.model, *([drafter] if drafter is not None else [])])
-        return
-    if kind == "cuda":
-        _choose_attention(target, drafter)
-    _choose_way(target, drafter, kernel=kind == "cuda")
-
-
-def _choose_attention(target: Target, drafter: DFlashDrafter | None) -> None:
     models: list[nn.Module] = [target.model, *([drafter] if drafter is not None else [])]
+    target.kernels = "" if kernels else "none"
+    if kind == "cpu":
+        if kernels:
+            exponentials.use_where_faster(models)
+        return []
+    notes: list[str] = []
+    if kernels:
+        target.kernels, notes = quantized_rows.use_where_faster(models, head=target.head_module, report=report)
+    if kernels and kind == "cuda":
+        _choose_attention(target, drafter, models)
+    _choose_way(target, drafter, kernel=kernels and kind == "cuda")
+    return notes
+
+
+def _choose_attention(target: Target, drafter: DFlashDrafter | None, models: Sequence[nn.Module]) -> None:
     layers = [layer for model in models for layer in attention_layers(model)]
     head_dims = {target.head_dim, drafter.config.head_dim if drafter is not None else None}
     dtype = drafter.dtype if drafter is not None else activation_dtype(target.model)

@@ -57,6 +57,8 @@ class Target:
     _heads: dict[tuple[int, ...], Callable[[mx.array], mx.array]] = field(default_factory=dict)
     _passes: dict[tuple[int, ...], Pass] = field(default_factory=dict)
     replays: bool = False
+    # Which kernels its layers use instead of MLX's operations: what a round costs depends on them.
+    kernels: str = ""
     # What drafters compute for this target, by the drafter's id.
     drafting: dict[int, Any] = field(default_factory=dict)
     _rows: bool | None = None
@@ -202,7 +204,8 @@ def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
         config=config,
         layers=model.layers,
         embed=embedding if scale is None else lambda tokens: embedding(tokens) * scale,
-        head=head if head is not None else embedding.as_linear,
+        # Looked up at each call: a kernel may take the method's place (`kernels.quantized_rows`).
+        head=head if head is not None else lambda hidden: embedding.as_linear(hidden),
         head_module=head if head is not None else embedding,
         final_norm=final_norm,
     )

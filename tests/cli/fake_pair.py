@@ -34,6 +34,7 @@ class FakePair:
     asked: list[dict[str, Any]] = field(default_factory=list)
     sessions: int = 0
     warnings: list[str] = field(default_factory=list)
+    kernels: bool = True
 
     def encode_prompt(self, text: str) -> list[int]:
         return [ord(c) for c in text]
@@ -57,6 +58,7 @@ def load_pair(
     draft: bool = True,
     dtype: str = "auto",
     block_size: int | None = None,
+    kernels: bool = True,
     check: bool = True,
     report: Callable[[str, float | None], None] | None = None,
 ) -> FakePair:
@@ -67,7 +69,7 @@ def load_pair(
     if report is not None:
         report("fetching 1 of 2 MB", 0.5)
         report("fetching 2 of 2 MB", 1.0)
-    PAIR.drafter = object() if draft else None
+    PAIR.drafter, PAIR.kernels = object() if draft else None, kernels
     return PAIR
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from dflash_mlx import runtime
 from dflash_mlx.cli import doctor
+from dflash_mlx.kernels.quantized_rows import layers
+from dflash_mlx.kernels.race import Verdict
 
 
 def test_a_healthy_machine(run, home):
@@ -76,3 +78,28 @@ def test_on_a_gpu_it_says_how_mlx_is_set_up(run, monkeypatch, tf32, said):
     assert code == 0
     assert said in out
     assert f"MLX_ENABLE_TF32={tf32}" in out
+
+
+def test_kernels_on_a_cpu(run):
+    """There are none; the rest of the report stays."""
+    code, out, _ = run("doctor", "--kernels")
+    assert code == 0
+    assert "kernels:       none for a CPU" in out
+    assert json.loads(run("doctor", "--kernels", "--json")[1])["kernels"] == []
+
+
+def test_kernels_are_a_table_for_an_issue(run, monkeypatch):
+    machine = replace(runtime.backend(), kind="metal")
+    verdict = Verdict({2: (0.002, 0.004), 4: (0.003, 0.002), 6: (0.003, 0.0015)}, "8 rows differ")
+    monkeypatch.setattr(runtime, "backend", lambda: machine)
+    monkeypatch.setattr(layers, "race_matrix", lambda matrix, weights: verdict)
+    monkeypatch.setattr(layers, "_TYPICAL", ((24, 64),))
+    _, out, _ = run("doctor", "--kernels")
+    lines = [line for line in out.splitlines() if line.startswith("|")]
+    assert lines[0] == "| matrix | 2 | 4 | 6 | 8 | 12 | 16 | 24 | 32 |"
+    assert lines[2] == "| 24x64 4-bit, groups of 64, bfloat16 | 0.50 | 1.50* | 2.00* | - | - | - | - | - |"
+    assert len(lines) == 2 + 4
+    assert "24x64 8-bit, groups of 64, float16: 8 rows differ" in out
+    found = json.loads(run("doctor", "--kernels", "--json")[1])["kernels"]
+    assert found[0]["milliseconds"] == {"2": 4.0, "4": 2.0, "6": 1.5}
+    assert found[0]["used_for"] == [4, 6]

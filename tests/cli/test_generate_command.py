@@ -170,3 +170,9 @@ def test_a_drafter_in_the_targets_place_is_named(run):
     assert (code, out) == (1, "")
     assert "holds a drafter" in err
     assert len(err) < 400
+
+
+def test_kernels_can_be_left_out(run, fake):
+    for given, used in ((), True), (("--no-kernels",), False):
+        assert run("generate", "hi", "--pair", "fake", *given)[0] == 0
+        assert fake.kernels == used

@@ -1,5 +1,6 @@
 // Just enough of CUDA to run a kernel on a CPU (cuda_on_cpu.py): a block's threads take turns, and every barrier and
-// every exchange between lanes is a turn's end. A thread that misses one that the others come to is an error.
+// every exchange between lanes is a turn's end. At a barrier a thread waits for all others, and in an exchange for those
+// of its warp, which take as many turns. A thread that misses one that the others come to is an error.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -12,6 +13,8 @@
 #include <functional>
 #include <vector>
 
+#include "../metal/short_numbers.hpp"
+
 using std::max;
 #define __shared__ static
 using Shape = std::array<int32_t, 8>;
@@ -20,23 +23,10 @@ struct Index { int x, y, z; };
 
 static Index threadIdx, blockIdx;
 
-struct bfloat16 {
-  uint16_t bits;
-  bfloat16() = default;
-  explicit bfloat16(float value) {
-    uint32_t word;
-    std::memcpy(&word, &value, 4);
-    bits = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
-  }
-  operator float() const {
-    const uint32_t word = uint32_t(bits) << 16;
-    float value;
-    std::memcpy(&value, &word, 4);
-    return value;
-  }
-};
+using float16 = emulator::Small<false>;
+using bfloat16 = emulator::Small<true>;
 
-struct Thread { ucontext_t context; jmp_buf place; std::vector<char> stack; int turns; bool started, done; };
+struct Thread { ucontext_t context; jmp_buf place; std::vector<char> stack; int turns; bool started, waits, done; };
 static std::vector<Thread> threads;
 static jmp_buf scheduler;
 static std::vector<float> exchanged[2];
@@ -55,7 +45,10 @@ static void end_turn() {
   if (!_setjmp(self.place)) _longjmp(scheduler, 1);
 }
 
-static void __syncthreads() { end_turn(); }
+static void __syncthreads() {
+  threads[threadIdx.x].waits = true;
+  end_turn();
+}
 
 static float __shfl_xor_sync(unsigned, float value, int distance) {
   const int self = threadIdx.x;
@@ -63,6 +56,30 @@ static float __shfl_xor_sync(unsigned, float value, int distance) {
   values[self] = value;
   end_turn();
   return values[self ^ distance];
+}
+
+// What quantized_rows/matrix_units.cu has the matrix units do: a lane holds rows lane / 4 and 8 more of `left`, column
+// lane / 4 of `right`, and of both the places 2 * (lane % 4), the next one, and these two 8 further on.
+struct Fragments { uint32_t left[4], right[2]; };
+static std::vector<Fragments> fragments[2];
+static float short_number(uint32_t word, int which, bool brain) {
+  const uint16_t bits = word >> (16 * which);
+  return brain ? emulator::from_bfloat(bits) : emulator::from_half(bits);
+}
+template <bool BRAIN>
+static void multiply_accumulate(float (&sums)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]) {
+  const int self = threadIdx.x, warp = self / 32 * 32, lane = self % 32;
+  auto& given = fragments[threads[self].turns % 2];
+  if (given.size() != threads.size()) given.resize(threads.size());
+  std::memcpy(given[self].left, left, sizeof left);
+  std::memcpy(given[self].right, right, sizeof right);
+  end_turn();
+  for (int i = 0; i < 4; i++)
+    for (int k = 0; k < 16; k++) {
+      const Fragments& a = given[warp + lane / 4 * 4 + k % 8 / 2];
+      const Fragments& b = given[warp + (2 * (lane % 4) + i % 2) * 4 + k % 8 / 2];
+      sums[i] += short_number(a.left[i / 2 + 2 * (k / 8)], k % 2, BRAIN) * short_number(b.right[k / 8], k % 2, BRAIN);
+    }
 }
 
 static std::function<void()> body;
@@ -83,15 +100,21 @@ static bool run_block(int count) {
     thread.context.uc_stack.ss_size = thread.stack.size();
     makecontext(&thread.context, start, 0);
   }
-  while (!threads[0].done) {
+  const auto all = [](auto have) { return std::all_of(threads.begin(), threads.end(), have); };
+  while (!all([](const Thread& thread) { return thread.done; })) {
+    const bool together = all([](const Thread& thread) { return thread.waits; });
+    bool moved = together;
     for (int i = 0; i < count; i++) {
-      if (threads[i].done) return false;
+      if (together) threads[i].waits = false;
+      if (threads[i].done || threads[i].waits) continue;
       threadIdx.x = i;
       take_turn(threads[i]);
+      moved = true;
     }
+    if (!moved) return false;
   }
-  for (auto& thread : threads)
-    if (!thread.done || thread.turns != threads[0].turns) return false;
+  for (int i = 0; i < count; i++)
+    if (threads[i].turns != threads[i / 32 * 32].turns) return false;
   return true;
 }
 

@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 
 HEADER = Path(__file__).with_suffix(".hpp")
-TYPES = {mx.float32: "float", mx.bfloat16: "bfloat16", mx.bool_: "bool"}
+HEADERS = HEADER.read_text() + (HEADER.parents[1] / "metal" / "short_numbers.hpp").read_text()
+TYPES = {
+    mx.float32: "float",
+    mx.float16: "float16",
+    mx.bfloat16: "bfloat16",
+    mx.bool_: "bool",
+    mx.uint32: "uint32_t",
+}
 
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None, reason="runs kernels with g++ on Linux"
@@ -25,7 +32,8 @@ needs_compiler = pytest.mark.skipif(
 class CudaKernel:
     """Takes what `mx.fast.cuda_kernel` takes; inputs may also be numpy arrays, of any strides."""
 
-    def __init__(self, folder, *, name, input_names, output_names, source, ensure_row_contiguous):
+    def __init__(self, folder, *, name, input_names, output_names, source, header="", ensure_row_contiguous=True):
+        # A header has what the GPU does itself: cuda_on_cpu.hpp has its own of that.
         self.contiguous = ensure_row_contiguous
         self.folder, self.name, self.source = folder, name, source
         self.input_names, self.output_names = input_names, output_names
@@ -63,7 +71,9 @@ class CudaKernel:
             parameters.append(f"{dtype}* {name}")
             arguments.append(f"static_cast<{dtype}*>(data[{i}])")
         constants = [
-            f"using {name} = {TYPES[value]};" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};"
+            f"using {name} = {TYPES[value]};"
+            if isinstance(value, mx.Dtype)
+            else f"constexpr int {name} = {int(value)};"
             for name, value in template
         ]
         text = "\n".join(
@@ -79,7 +89,7 @@ class CudaKernel:
                 "}",
             ]
         )
-        library = self.folder / f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+        library = self.folder / f"{self.name}-{hashlib.sha256((text + HEADERS).encode()).hexdigest()[:16]}.so"
         if not library.exists():
             source = library.with_suffix(".cpp")
             source.write_text(text)
@@ -95,7 +105,7 @@ class CudaKernel:
 
 def storage(dtype):
     """numpy has no bfloat16: its bits are kept in uint16."""
-    return {mx.float32: np.float32, mx.bfloat16: np.uint16, mx.bool_: np.bool_}[dtype]
+    return {mx.float32: np.float32, mx.float16: np.float16, mx.bfloat16: np.uint16, mx.bool_: np.bool_}[dtype]
 
 
 def to_numpy(array):

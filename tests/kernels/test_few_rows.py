@@ -168,3 +168,34 @@ def test_nothing_is_measured_on_a_cpu(monkeypatch):
     target, drafter = tiny_target("llama"), tiny_drafter()
     use_where_faster(target, drafter)
     assert not any(isinstance(layer, FewRowsLinear) for layer in target.model.modules())
+
+
+@pytest.mark.parametrize("kind", ["metal", "cuda", "cpu"])
+def test_all_kernels_can_be_left_out(kind, pair, monkeypatch):
+    """Replaying is none of them. What rounds cost is remembered apart."""
+    target, drafter, linear, attention = pair
+    monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind=kind))
+    for module, name in (few_rows.exponentials, "use_where_faster"), (few_rows.quantized_rows, "use_where_faster"):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("a kernel was tried"))
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * target.replays)
+    assert use_where_faster(target, drafter, kernels=False) == []
+    assert not uses(linear)
+    assert not uses(attention)
+    assert target.replays == (kind != "cpu")
+    assert target.kernels == "none"
+
+
+def test_notes_on_kernels_are_handed_on(pair, monkeypatch):
+    target, drafter, _, _ = pair
+    monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind="metal"))
+    found = []
+
+    def use(models, *, head, report):
+        found.extend([models, head])
+        return "24x32: 6", ["odd"]
+
+    monkeypatch.setattr(few_rows.quantized_rows, "use_where_faster", use)
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0)
+    assert use_where_faster(target, drafter) == ["odd"]
+    assert found == [[target.model, drafter], target.head_module]
+    assert target.kernels == "24x32: 6"

@@ -11,6 +11,7 @@ from dflash_mlx.kernels import few_rows_linear
 from dflash_mlx.kernels.few_rows_linear import FewRowsLinear, fitting_layers, multiply, set_few_rows
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.rounding import relative_difference
+from dflash_mlx.runtime import backend
 
 MOST = 5
 
@@ -82,7 +83,7 @@ def test_products_are_those_of_a_linear_layer(bias, used):
     assert mx.allclose(layer(one), nn.Linear.__call__(layer, one), atol=1e-5)
 
 
-@pytest.mark.gpu
+@pytest.mark.skipif(backend().kind != "cuda", reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_products_in_half_precision(dtype):
     layer = linear(bias=True, dtype=dtype)

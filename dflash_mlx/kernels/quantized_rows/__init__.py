@@ -1,0 +1,1 @@
+"""A few rows times a quantized matrix, with each weight read once for all rows (Metal)."""

@@ -1,0 +1,168 @@
+"""Quantized layers that multiply a few rows by the kernel, where it won its race on this machine."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.kernels.quantized_rows.product import MOST_ROWS, Matrix, fits, multiply, source
+from dflash_mlx.kernels.race import Verdict, Verdicts, race
+from dflash_mlx.runtime import backend
+
+_STATE = "_dflash_quantized_rows"
+# Layers that a race multiplies with: so many that their weights are read from memory, not from a cache.
+_LAYERS, _BYTES = 16, 100_000_000
+# Matrices of common models (columns, depth) that `doctor --kernels` races: attention's, feed-forward, a vocabulary.
+_TYPICAL = ((1024, 4096), (4096, 4096), (12288, 4096), (4096, 12288), (151936, 2560))
+
+Report = Callable[[str, float | None], None]
+# weight, scales, biases
+Weights = tuple[mx.array, mx.array, mx.array]
+
+
+class QuantizedRowsLinear(nn.QuantizedLinear):
+    """A quantized linear layer that multiplies some numbers of rows by the kernel, others as its own class does."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        product = _product(self, x)
+        if product is None:
+            return super().__call__(x)
+        return product + self["bias"] if "bias" in self else product
+
+
+class QuantizedRowsEmbedding(nn.QuantizedEmbedding):
+    """The same for an embedding that is the output head, too."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        product = _product(self, x)
+        return super().as_linear(x) if product is None else product
+
+
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {
+    QuantizedRowsLinear: nn.QuantizedLinear,
+    QuantizedRowsEmbedding: nn.QuantizedEmbedding,
+}
+_OWN = {plain: own for own, plain in _PLAIN.items()}
+
+
+def _product(layer: Any, x: mx.array) -> mx.array | None:
+    used: tuple[bool, ...] = layer.__dict__[_STATE]
+    rows = x.size // x.shape[-1]
+    if rows >= len(used) or not used[rows] or x.dtype != layer["scales"].dtype:
+        return None
+    return multiply(x, layer["weight"], layer["scales"], layer["biases"], group_size=layer.group_size, bits=layer.bits)
+
+
+def matrices(models: Iterable[nn.Module], *, head: nn.Module | None = None) -> dict[Matrix, list[Any]]:
+    """The layers that the kernel can stand in for, by their matrix. Of embeddings only the output `head` is one."""
+    found: dict[Matrix, list[Any]] = {}
+    for model in models:
+        for layer in model.modules():
+            kind: Any = _PLAIN.get(type(layer), type(layer))
+            if kind not in _OWN or layer.mode != "affine" or (kind is nn.QuantizedEmbedding and layer is not head):
+                continue
+            columns, words = layer.weight.shape
+            matrix = Matrix(columns, words * 32 // layer.bits, layer.bits, layer.group_size, layer.scales.dtype)
+            if fits(matrix):
+                found.setdefault(matrix, []).append(layer)
+    return found
+
+
+def use(layers: Sequence[Any], used: tuple[bool, ...]) -> None:
+    """Have these layers use the kernel for the numbers of rows that `used` says; for none, make them plain again."""
+    for layer in layers:
+        kind = type(layer)
+        if any(used):
+            object.__setattr__(layer, _STATE, used)
+            layer.__class__ = _OWN.get(kind, kind)
+        else:
+            layer.__class__ = _PLAIN.get(kind, kind)
+            layer.__dict__.pop(_STATE, None)
+
+
+def use_where_faster(
+    models: Iterable[nn.Module], *, head: nn.Module | None = None, report: Report | None = None
+) -> tuple[str, list[str]]:
+    """Race the kernel for each matrix of these models that has not been raced on this machine, and use it where it won.
+
+    Returns what is used, in words that change with it, and notes on races that something odd ended.
+    """
+    verdicts, used = known_verdicts(), []
+    odd: dict[str, list[Matrix]] = {}
+    for matrix, layers in matrices(models, head=head).items():
+        verdict = verdicts.get(str(matrix))
+        if verdict is None:
+            if report is not None:
+                report("measuring kernels on this machine (once for this kind of model)", None)
+            verdict = race_matrix(matrix, [_weights(layer) for layer in layers])
+            verdicts.put(str(matrix), verdict)
+        use(layers, verdict.used_for())
+        if any(verdict.used_for()):
+            used.append(f"{matrix}: {','.join(str(rows) for rows, on in enumerate(verdict.used_for()) if on)}")
+        if verdict.note:
+            odd.setdefault(verdict.note, []).append(matrix)
+    return "; ".join(used), [_note(*each) for each in odd.items()]
+
+
+def _note(what: str, matrices: Sequence[Matrix]) -> str:
+    others = f" and {len(matrices) - 1} other kinds of matrices" if len(matrices) > 1 else ""
+    return f"a kernel is not used where its race came to no end, for {matrices[0]}{others}: {what}"
+
+
+def race_typical(report: Report | None = None) -> dict[Matrix, Verdict]:
+    """The kernel against MLX's own operation, for matrices of common models, anew."""
+    found: dict[Matrix, Verdict] = {}
+    for dtype in (mx.bfloat16, mx.float16):
+        for bits in (4, 8):
+            for columns, depth in _TYPICAL:
+                matrix = Matrix(columns, depth, bits, 64, dtype)
+                if report is not None:
+                    report(f"racing {matrix}", len(found) / (4 * len(_TYPICAL)))
+                found[matrix] = race_matrix(matrix, [random_weights(matrix, seed) for seed in range(_needed(matrix))])
+    return found
+
+
+def race_matrix(matrix: Matrix, weights: Sequence[Weights]) -> Verdict:
+    """The kernel against MLX's own operation, with several matrices of one kind."""
+    weights = list(weights)[: _needed(matrix)]
+    options: dict[str, Any] = {"group_size": matrix.group_size, "bits": matrix.bits}
+
+    def ordinary(x: mx.array) -> list[mx.array]:
+        return [mx.quantized_matmul(x, *parts, transpose=True, **options) for parts in weights]
+
+    def own(x: mx.array) -> list[mx.array]:
+        return [multiply(x, *parts, **options) for parts in weights]
+
+    def inputs(rows: int) -> mx.array:
+        assert rows <= MOST_ROWS
+        x = mx.random.normal((rows, matrix.depth), key=mx.random.key(rows)).astype(matrix.dtype)
+        mx.eval(x)
+        return x
+
+    return race(ordinary, own, inputs)
+
+
+def random_weights(matrix: Matrix, seed: int) -> Weights:
+    """Weights of a matrix of this kind, about as large as a model's."""
+    keys = mx.random.split(mx.random.key(seed), 2)
+    groups = (matrix.columns, matrix.depth // matrix.group_size)
+    shape = (matrix.columns, matrix.depth * matrix.bits // 32)
+    weight = mx.random.randint(-(2**31), 2**31 - 1, shape, key=keys[0]).view(mx.uint32)
+    scales = (mx.random.uniform(0.5, 1.5, groups, key=keys[1]) * 2.0 ** (-4 - matrix.bits)).astype(matrix.dtype)
+    parts = weight, scales, scales * -(2.0 ** (matrix.bits - 1))
+    mx.eval(parts)
+    return parts
+
+
+def known_verdicts() -> Verdicts:
+    files = ("kernel.cu", "matrix_units.cu") if backend().kind == "cuda" else ("kernel.metal",)
+    return Verdicts("quantized_rows", "".join(map(source, files)))
+
+
+def _weights(layer: Any) -> Weights:
+    return layer["weight"], layer["scales"], layer["biases"]
+
+
+def _needed(matrix: Matrix) -> int:
+    return max(1, min(_LAYERS, -(-_BYTES * 8 // (matrix.columns * matrix.depth * matrix.bits))))

@@ -1,0 +1,112 @@
+"""Whether a kernel is used for a shape: a race against MLX's own operation on this machine, remembered on disk.
+
+A kernel wins where it gives the same numbers up to rounding, takes at least 5 % less time and never stalls. Races are
+run for several numbers of rows, since MLX's own operations take turns for the worse at some of them, and at others on
+another chip. Anything odd is a lost race, with a note that says why.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from dflash_mlx.policy.stored import fingerprint, read_json, store
+from dflash_mlx.rounding import relative_difference
+
+# Numbers of rows that are raced; what lies between two of them follows both.
+ROWS = (2, 4, 6, 8, 12, 16, 24, 32)
+# Root mean square of the difference between two ways to a product, relative to its spread, that is rounding.
+_TOLERANCE = {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 2e-2}
+# A kernel must be this much faster: less would be noise. No run may take longer than a stall.
+_GAIN, _STALL_SECONDS = 0.05, 0.1
+_TIMED = 3
+_SCHEMA = 1
+
+# Computes several products of one kind, so that a run takes long enough to be timed.
+Way = Callable[[mx.array], Sequence[mx.array]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a race for one shape found. `seconds`: by rows, MLX's operation and the kernel; `note`: what was odd."""
+
+    seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
+    note: str = ""
+
+    def won(self, rows: int) -> bool:
+        """Whether the kernel is used for this many rows: where those that were raced, below and above, were won."""
+        if rows in self.seconds:
+            ordinary, own = self.seconds[rows]
+            return own <= (1 - _GAIN) * ordinary
+        below, above = ([raced for raced in self.seconds if (raced < rows) == smaller] for smaller in (True, False))
+        return bool(below and above) and self.won(max(below)) and self.won(min(above))
+
+    def used_for(self) -> tuple[bool, ...]:
+        """By number of rows, from 0 up to the most that were raced."""
+        return tuple(self.won(rows) for rows in range(max(self.seconds, default=-1) + 1))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"seconds": {str(rows): list(pair) for rows, pair in self.seconds.items()}, "note": self.note}
+
+
+def verdict_from_json(stored: dict[str, Any]) -> Verdict:
+    """Raises KeyError, TypeError and ValueError for what is no verdict."""
+    seconds = {int(rows): (float(ordinary), float(own)) for rows, (ordinary, own) in stored["seconds"].items()}
+    return Verdict(seconds, str(stored["note"]))
+
+
+def race(ordinary: Way, own: Way, inputs: Callable[[int], mx.array], rows: Sequence[int] = ROWS) -> Verdict:
+    """Let two ways take turns. inputs: a number of rows -> what both compute with.
+
+    The first number of rows at which something is odd ends the race; what was won before counts.
+    """
+    seconds: dict[int, tuple[float, float]] = {}
+    for count in rows:
+        try:
+            x = inputs(count)
+            for found, expected in zip(own(x), ordinary(x), strict=True):
+                difference = relative_difference(found, expected)
+                # The comparison is false for NaN, too.
+                if not difference <= _TOLERANCE[expected.dtype]:
+                    return Verdict(seconds, f"{count} rows differ from MLX's by {difference:.2g}")
+            times: dict[Way, list[float]] = {ordinary: [], own: []}
+            for _ in range(1 + _TIMED):
+                for way, taken in times.items():
+                    taken.append(_seconds(way, x))
+        except (RuntimeError, ValueError) as error:  # no compiler, or one that refuses the kernel
+            return Verdict(seconds, f"{count} rows: {' '.join(str(error).split())[:200]}")
+        slowest = max(times[own][1:])
+        if slowest > _STALL_SECONDS + max(times[ordinary][1:]):
+            return Verdict(seconds, f"{count} rows stalled for {slowest * 1000:.0f} ms")
+        seconds[count] = statistics.median(times[ordinary][1:]), statistics.median(times[own][1:])
+    return Verdict(seconds)
+
+
+def _seconds(way: Way, x: mx.array) -> float:
+    started = time.perf_counter()
+    mx.eval(way(x))
+    return time.perf_counter() - started
+
+
+class Verdicts:
+    """The verdicts on one kernel on this machine, by shape; with another chip, MLX or source they are others."""
+
+    def __init__(self, kernel: str, source: str) -> None:
+        self._name = f"kernels/{fingerprint((), _SCHEMA, kernel, source)}"
+        try:
+            stored = read_json(self._name)
+            self._known = {shape: verdict_from_json(verdict) for shape, verdict in stored["verdicts"].items()}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            self._known = {}  # not raced yet, or a file that cannot be used
+
+    def get(self, shape: str) -> Verdict | None:
+        return self._known.get(shape)
+
+    def put(self, shape: str, verdict: Verdict) -> None:
+        """Remember a verdict, on disk, too; one on a stall, which other programs can cause, only for now."""
+        self._known[shape] = verdict
+        lasting = {key: one.to_json() for key, one in self._known.items() if "stalled" not in one.note}
+        store(self._name, {"verdicts": lasting})
