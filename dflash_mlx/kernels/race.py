@@ -23,7 +23,7 @@ _TOLERANCE = {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 2e-2}
 # A kernel must be this much faster: less would be noise. No run may take longer than a stall.
 _GAIN, _STALL_SECONDS = 0.05, 0.1
 _TIMED = 3
-_SCHEMA = 1
+_SCHEMA = 2
 
 # Computes several products of one kind, so that a run takes long enough to be timed.
 Way = Callable[[mx.array], Sequence[mx.array]]

@@ -392,6 +392,20 @@ def test_a_kernel_that_lost_is_not_used(raced, monkeypatch):
     assert type(target.layers[0].self_attn.o_proj) is nn.QuantizedLinear
 
 
+def test_products_of_a_race_wait_for_each_other(monkeypatch):
+    """A GPU computes what is independent at the same time, which the layers of a model are not."""
+    matrix, inputs = Matrix(16, 64, 4, 32, mx.float16), []
+
+    def spoilt(x, *_, **__):
+        inputs.append(x)
+        return mx.full((x.shape[0], matrix.columns), mx.nan, dtype=x.dtype)
+
+    monkeypatch.setattr(layers, "multiply", spoilt)
+    assert "differ" in layers.race_matrix(matrix, [layers.random_weights(matrix, seed) for seed in range(2)]).note
+    assert mx.isfinite(inputs[0]).all().item()
+    assert mx.isnan(inputs[1]).all().item()
+
+
 @needs_compiler
 def test_the_race_itself_runs(metal):
     matrix = Matrix(24, 64, 4, 32, mx.bfloat16)
