@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from tiny import HIDDEN, context_rows, tiny_drafter
+from tiny import HIDDEN, context_rows, join, tiny_drafter
 
 from dflash_mlx.drafters.attention_mask import block_mask
 
@@ -83,7 +83,7 @@ def test_several_blocks_are_drafted_as_each_alone(drafter):
         return context_rows(drafter, caches[i], 5, length=lengths[i])
 
     batch = rows(0)
-    batch.join([rows(1), rows(2), rows(3)])
+    join(batch, rows(1), rows(2), rows(3))
     found = drafter(blocks, batch)
     for i in range(4):
         assert mx.allclose(found[i : i + 1], drafter(blocks[i : i + 1], rows(i)), atol=1e-5).item()

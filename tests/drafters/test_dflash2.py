@@ -23,7 +23,7 @@ from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams, best_columns
 
-RUNS = 2500
+RUNS = 1600
 ALL_SLIDING = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9, "is_causal": False}
 
 
