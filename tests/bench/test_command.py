@@ -45,6 +45,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Fake]], None]:
 
 
 @pytest.mark.model
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_every_contestant_in_this_process_gives_the_same_tokens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

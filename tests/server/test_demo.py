@@ -39,6 +39,7 @@ def client(server):
     return server.openai()
 
 
+@pytest.mark.slow
 def test_chat_is_what_generate_says(client, truth, demo_pair):
     answer = client.chat.completions.create(model="demo", messages=ASK, max_tokens=24, logprobs=True, top_logprobs=3)
     [choice] = answer.choices

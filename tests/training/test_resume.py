@@ -141,6 +141,7 @@ def test_a_deleted_shard_is_written_again(target_folder, whole, tmp_path, lost):
     assert conversations(out) == conversations(whole[0])
 
 
+@pytest.mark.slow
 def test_stop_after_minutes_leaves_the_stage_to_the_next_run(target_folder, whole, tmp_path):
     out = tmp_path / "out"
     at_once = values(target_folder, out, stop_after_minutes=1e-9)
