@@ -125,7 +125,8 @@ class Service:
 
     def add_ignored(self, response: Response, request: Request) -> None:
         """Say in a header, and once in the log, which parts of a request changed nothing."""
-        names = [quote(name[:80], safe="._[]-") for name in request.scope.get(_IGNORED, ())]
+        # A header must not end with a comma, as it would after a name without letters.
+        names = [quote(name[:80], safe="._[]-") or '""' for name in request.scope.get(_IGNORED, ())]
         if not names:
             return
         response.headers[IGNORED_HEADER] = ", ".join(names)

@@ -173,12 +173,15 @@ def test_an_engine_is_as_new_when_all_have_left(target, drafter, text):
             assert answers.tokens[lane] == text[len(lane.prompt) :][:12]
 
 
+@pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize("family", ["llama", "llama, sliding", "gemma4, shared keys", "qwen3_next", "lfm2"])
-def test_prompts_read_together_are_answered_as_alone(family):
+def test_prompts_read_together_are_answered_as_alone(family, replays, request):
     """And the sessions that come out of it are like others: the conversations go on."""
     if reason := unavailable(family):
         pytest.skip(reason)
     target, drafter = family_target(family), tiny_drafter()
+    request.addfinalizer(lambda: target.set_replays(False))
+    target.set_replays(replays)
     prompts = [[(7 * i + 5 * length) % VOCAB for i in range(length)] for length in (9, 30, 2, 17)]
     batch, lanes = Batch.reading(target, drafter, prompts), []
     for prompt in prompts:
