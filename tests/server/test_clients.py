@@ -59,7 +59,7 @@ def test_names_cannot_break_headers_or_the_log(capfd):
         for batch in range(40):
             post(server, "/v1/chat/completions", **{f"other{batch}.{i}": i for i in range(32)})
     logged = capfd.readouterr().err
-    assert all(line.startswith("warning: ignored in a request to /v1/") for line in logged.splitlines())
+    assert all(line.startswith("warning: ignored in a request to /") for line in logged.splitlines())
     assert logged.count("other") <= 1000
 
 
