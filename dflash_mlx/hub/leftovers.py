@@ -5,8 +5,8 @@ import contextlib
 import fcntl
 import glob
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +14,14 @@ from pathlib import Path
 def temporary_prefix(path: Path) -> str:
     """What the names of temporary files and folders for `path` begin with."""
     return f".{path.name}.making-"
+
+
+def new_temporary(path: Path) -> Path:
+    """A name for a temporary file or folder beside `path`, where there is nothing yet.
+
+    Whoever makes it knows its name before, so that Ctrl-C at any moment leaves nothing that cannot be found.
+    """
+    return path.with_name(temporary_prefix(path) + secrets.token_hex(8))
 
 
 @contextlib.contextmanager
@@ -49,9 +57,10 @@ def remove_leftovers(path: Path) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Write a file whole or not at all. A new file is readable by the user alone. Raises OSError."""
     remove_leftovers(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix(path))
+    temporary = new_temporary(path)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file, held(Path(temporary)):
+        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file, held(temporary):
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

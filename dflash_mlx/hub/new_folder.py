@@ -3,13 +3,12 @@
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_mlx.errors import CheckpointError, UsageError
-from dflash_mlx.hub.leftovers import held, remove_leftovers, temporary_prefix
+from dflash_mlx.hub.leftovers import held, new_temporary, remove_leftovers
 
 
 def write_new_folder(folder: Path, build: Callable[[Path], None]) -> None:
@@ -24,8 +23,9 @@ def write_new_folder(folder: Path, build: Callable[[Path], None]) -> None:
     with explain_failed_writes(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        work = Path(tempfile.mkdtemp(prefix=temporary_prefix(folder), dir=folder.parent))
+        work = new_temporary(folder)
         try:
+            work.mkdir()
             with held(work):
                 work.chmod(0o755)
                 build(work)

@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_mlx.errors import DownloadError
-from dflash_mlx.hub.leftovers import held, remove_leftovers, temporary_prefix
+from dflash_mlx.hub.leftovers import held, new_temporary, remove_leftovers
 
 Report = Callable[[str, float | None], None]  # a message, and the fraction done where it is known
 
@@ -81,8 +80,9 @@ def ensure_folder(folder: Path, stamp: Stamp, build: Callable[[Path], None], *, 
 
 
 def _make(folder: Path, stamp: Stamp, build: Callable[[Path], None]) -> None:
-    work = Path(tempfile.mkdtemp(prefix=temporary_prefix(folder), dir=folder.parent))
+    work = new_temporary(folder)
     try:
+        work.mkdir(mode=0o700)
         with held(work):
             _fill(work, folder, stamp, build)
     finally:

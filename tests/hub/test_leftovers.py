@@ -1,11 +1,12 @@
 """What killed runs left behind is removed, and nothing else."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.hub.leftovers import held, remove_leftovers, temporary_prefix
+from dflash_mlx.hub.leftovers import held, remove_leftovers, temporary_prefix, write_atomically
 from dflash_mlx.hub.new_folder import write_new_folder
 
 
@@ -59,3 +60,27 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot write .*Unable to write 7 bytes"):
         write_new_folder(tmp_path / "out", build)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("made", ["a file", "a folder"])
+def test_ctrl_c_at_the_moment_when_it_is_made_leaves_nothing(made: str, tmp_path: Path, monkeypatch) -> None:
+    """The system has made it, and nothing of ours has run since."""
+    name, module = ("open", os) if made == "a file" else ("mkdir", Path)
+    ordinary = getattr(module, name)
+
+    def interrupted(path, *rest, **options):
+        found = ordinary(path, *rest, **options)
+        if ".making-" in str(path):
+            raise KeyboardInterrupt
+        return found
+
+    def write() -> None:
+        if made == "a file":
+            write_atomically(tmp_path / "a.json", "text")
+        else:
+            write_new_folder(tmp_path / "out", lambda work: None)
+
+    monkeypatch.setattr(module, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert not list(tmp_path.iterdir())
