@@ -30,7 +30,7 @@ from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
 
 CHUNK, WIDTH = 16, 5
-CASES, FEW = int(os.environ.get("LOSSLESS_CASES", "22")), 4
+CASES, FEW = int(os.environ.get("LOSSLESS_CASES", "13")), 4
 
 
 class RandomGroup:

@@ -121,7 +121,7 @@ def pair():
     return target, tiny_drafter(block_size=4, taps=(0,), vocab_size=VOCAB, **one_layer, **SECOND)
 
 
-@pytest.mark.parametrize("runs", [RUNS // 4, pytest.param(RUNS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [RUNS // 4, pytest.param(RUNS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=pytest.mark.long) for case in range(1, len(CASES)))])
 def test_rejection_sampling_keeps_the_targets_distribution(pair, case, runs):
     params = CASES[case]
