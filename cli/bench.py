@@ -121,9 +121,12 @@ def bench_command(
         Measurement(results, contestants, chosen, settings, repeat=repeat, streams=streams, pair=opened[own[0].name])
     )
     results.facts["finished"] = stopped is None
+    from dflash_mlx.bench.analyse import analyse
+
+    figures = analyse(results)
     if out is not None:
-        write(results, out)
-    show(results, as_json=as_json)
+        write(results, figures, out)
+    show(results, figures, as_json=as_json)
     if isinstance(stopped, KeyboardInterrupt):
         raise typer.Exit(INTERRUPTED)
     if stopped is not None:

@@ -43,9 +43,8 @@ def measure(wanted: Measurement) -> BaseException | None:
     results.prompts = list({id(job.result): job.result for job in jobs}.values())
     energy = open_energy()
     results.machine = {"energy": energy.source, "cooled_s": 0.0}
-    done = 0
     try:
-        done = _single(wanted, jobs, energy)
+        _single(wanted, jobs, energy)
         _load(wanted)
         if all(result.runs for result in results.prompts):
             from dflash_mlx.bench.measured import look_closer
@@ -63,7 +62,7 @@ def measure(wanted: Measurement) -> BaseException | None:
     return None
 
 
-def _single(wanted: Measurement, jobs: "Sequence[Job]", energy: "Energy") -> int:
+def _single(wanted: Measurement, jobs: "Sequence[Job]", energy: "Energy") -> None:
     """One answer at a time."""
     from dflash_mlx.bench.machine import cool_down, thermal_state
     from dflash_mlx.bench.run import run_jobs, warm_up
@@ -87,7 +86,6 @@ def _single(wanted: Measurement, jobs: "Sequence[Job]", energy: "Energy") -> int
     finally:
         progress.close()
         results.machine["heat_at_end"] = thermal_state()
-    return progress.done
 
 
 def _load(wanted: Measurement) -> None:

@@ -10,6 +10,7 @@ from dflash_mlx.cli.output import is_terminal, note, styled, terminal_width
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
+    from dflash_mlx.bench.analyse import Figures
     from dflash_mlx.bench.record import Results
 
 _MOST_ROWS = 60  # prompts in the table on a terminal
@@ -17,15 +18,14 @@ _WIDE = 120  # columns that the table of figures needs
 FILES = ("results.json", "report.html", "report.md")
 
 
-def show(results: "Results", *, as_json: bool) -> None:
-    """Print the verdict, then the tables; or everything as one JSON object."""
-    from dflash_mlx.bench.analyse import ALL, analyse, verdict
+def show(results: "Results", figures: "Sequence[Figures]", *, as_json: bool) -> None:
+    """Print the verdict, then the tables; or everything as one JSON object. figures: what the results come to."""
+    from dflash_mlx.bench.analyse import ALL, verdict
     from dflash_mlx.bench.render import text
 
     if as_json:
-        print(json.dumps(document(results), ensure_ascii=False, indent=1))
+        print(_document(results, figures))
         return
-    figures = analyse(results)
     for number, line in enumerate(verdict(results, figures) or ["Nothing was finished."]):
         print(styled(line, "bold", sys.stdout) if number == 0 else line)
     rows = text.prompt_rows(results)
@@ -53,24 +53,22 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print(plain_table(header, rows))
 
 
-def document(results: "Results") -> dict[str, object]:
+def _document(results: "Results", figures: "Sequence[Figures]") -> str:
     """results.json: everything that was measured, and what it comes to."""
-    from dflash_mlx.bench.analyse import analyse, verdict
+    from dflash_mlx.bench.analyse import verdict
 
-    figures = analyse(results)
-    return results.to_json() | {"verdict": verdict(results, figures), "summary": [f.to_json() for f in figures]}
+    found = {"verdict": verdict(results, figures), "summary": [f.to_json() for f in figures]}
+    return json.dumps(results.to_json() | found, ensure_ascii=False, indent=1)
 
 
-def write(results: "Results", folder: Path) -> None:
+def write(results: "Results", figures: "Sequence[Figures]", folder: Path) -> None:
     """results.json, report.html and report.md, each whole or not at all. Raises OSError."""
-    from dflash_mlx.bench.analyse import analyse
     from dflash_mlx.bench.render import markdown, page
     from dflash_mlx.hub.leftovers import write_atomically
 
-    figures = analyse(results)
     folder.mkdir(parents=True, exist_ok=True)
     texts = (
-        json.dumps(document(results), ensure_ascii=False, indent=1) + "\n",
+        _document(results, figures) + "\n",
         page.page(results, figures),
         markdown.report(results, figures),
     )

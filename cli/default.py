@@ -1,7 +1,6 @@
 """What `chat` and `generate` take when nothing is said, and `dflash-mlx default`, which remembers it."""
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -103,11 +102,9 @@ def best_pair(pairs: Iterable[dict[str, Any]]) -> tuple[str, str]:
 
 def settings_path() -> Path:
     """Where settings are kept: in $DFLASH_MLX_HOME where that is set, else where the user's other settings are."""
-    home = os.environ.get("DFLASH_MLX_HOME")
-    if home:
-        return Path(home).expanduser().absolute() / "settings.json"
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "dflash-mlx" / "settings.json"
+    from dflash_mlx.hub.registry import chosen_home, xdg_folder
+
+    return (chosen_home() or xdg_folder("XDG_CONFIG_HOME", ".config")) / "settings.json"
 
 
 def read_default() -> str | None:

@@ -42,6 +42,18 @@ def held(path: Path) -> Iterator[bool]:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path`, for the user alone, held and empty. What is left of it in the end is removed."""
+    work = new_temporary(path)
+    try:
+        work.mkdir(mode=0o700)
+        with held(work):
+            yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
 def remove_leftovers(path: Path) -> None:
     """Remove what killed processes left beside `path`. What another process holds stays, and what cannot be removed."""
     for leftover in path.parent.glob(f"{glob.escape(temporary_prefix(path))}*"):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_mlx.errors import CheckpointError, UsageError
-from dflash_mlx.hub.leftovers import held, new_temporary, remove_leftovers
+from dflash_mlx.hub.leftovers import remove_leftovers, temporary_folder
 
 
 def write_new_folder(folder: Path, build: Callable[[Path], None]) -> None:
@@ -23,18 +23,13 @@ def write_new_folder(folder: Path, build: Callable[[Path], None]) -> None:
     with explain_failed_writes(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        work = new_temporary(folder)
-        try:
-            work.mkdir()
-            with held(work):
-                work.chmod(0o755)
-                build(work)
-                for path in work.iterdir():
-                    _flush(path)
-                work.rename(folder)
-            _flush(folder.parent)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        with temporary_folder(folder) as work:
+            work.chmod(0o755)
+            build(work)
+            for path in work.iterdir():
+                _flush(path)
+            work.rename(folder)
+        _flush(folder.parent)
 
 
 @contextmanager

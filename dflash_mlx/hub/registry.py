@@ -147,14 +147,22 @@ def parse_source(text: str) -> ModelSource:
 
 def cache_home() -> Path:
     """The folder for downloaded and converted models: $DFLASH_MLX_HOME, else the platform's cache folder."""
-    chosen = os.environ.get("DFLASH_MLX_HOME")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "dflash-mlx"
-    base = os.environ.get("XDG_CACHE_HOME", "")
+        return chosen_home() or Path.home() / "Library" / "Caches" / "dflash-mlx"
+    return chosen_home() or xdg_folder("XDG_CACHE_HOME", ".cache")
+
+
+def chosen_home() -> Path | None:
+    """$DFLASH_MLX_HOME, where it is set."""
+    chosen = os.environ.get("DFLASH_MLX_HOME")
+    return Path(chosen).expanduser().absolute() if chosen else None
+
+
+def xdg_folder(variable: str, default: str) -> Path:
+    """This project's folder in the one that an XDG variable names, else in `default` of the user's home."""
+    base = os.environ.get(variable, "")
     # The XDG rules: a relative path is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dflash-mlx"
+    return (Path(base) if os.path.isabs(base) else Path.home() / default) / "dflash-mlx"
 
 
 def shipped_folder(name: str) -> Path:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_mlx.errors import DownloadError
-from dflash_mlx.hub.leftovers import held, new_temporary, remove_leftovers
+from dflash_mlx.hub.leftovers import remove_leftovers, temporary_folder
 
 Report = Callable[[str, float | None], None]  # a message, and the fraction done where it is known
 
@@ -80,13 +80,8 @@ def ensure_folder(folder: Path, stamp: Stamp, build: Callable[[Path], None], *, 
 
 
 def _make(folder: Path, stamp: Stamp, build: Callable[[Path], None]) -> None:
-    work = new_temporary(folder)
-    try:
-        work.mkdir(mode=0o700)
-        with held(work):
-            _fill(work, folder, stamp, build)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with temporary_folder(folder) as work:
+        _fill(work, folder, stamp, build)
 
 
 def _fill(work: Path, folder: Path, stamp: Stamp, build: Callable[[Path], None]) -> None:

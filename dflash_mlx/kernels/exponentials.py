@@ -21,6 +21,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from dflash_mlx.hooks import means, renamed
 from dflash_mlx.kernels.attention import Mask, instead_of_ordinary
+from dflash_mlx.kernels.race import take_turns
 from dflash_mlx.rounding import relative_difference
 
 # Added to a number below 2^22 in size, this leaves it rounded in the last bits of the sum, 127 higher: an exponent.
@@ -152,16 +153,16 @@ def use_where_faster(models: Sequence[nn.Module]) -> None:
 def _is_faster() -> bool:
     """Whether they are right and faster, at the size of a block of a small model."""
     gate = mx.random.normal((16, 1536), key=mx.random.key(0))
-    seconds: dict[Any, list[float]] = {ordinary_swiglu: [], swiglu: []}
+
+    def seconds(function: Callable[[mx.array, mx.array], mx.array]) -> float:
+        started = time.perf_counter()
+        mx.eval(function(gate, gate))
+        return time.perf_counter() - started
+
     try:
         if relative_difference(swiglu(gate, gate), ordinary_swiglu(gate, gate)) > 1e-5:
             return False
-        for _ in range(1 + _TIMED):
-            for function, times in seconds.items():
-                started = time.perf_counter()
-                mx.eval(function(gate, gate))
-                times.append(time.perf_counter() - started)
+        times = take_turns((ordinary_swiglu, swiglu), seconds, times=_TIMED)
     except (RuntimeError, ValueError):  # no compiler
         return False
-    ordinary, own = (statistics.median(times[1:]) for times in seconds.values())
-    return own * _GAIN <= ordinary
+    return statistics.median(times[swiglu]) * _GAIN <= statistics.median(times[ordinary_swiglu])

@@ -8,8 +8,9 @@ of written down anew each time (`caches.replay`), which is measured together wit
 
 On a Mac MLX's own quantized products read the weights again for every few rows. A kernel of their own reads them once
 (quantized_rows/), for any GPU; it is raced by itself, for each shape (race.py).
- On an H200 the kernels brought a round of 15 drafts of the demo pair, in bfloat16, from 7.1 to 5.2 ms,
-and replaying made it a fifth faster once more.
+
+On an H200 the two CUDA kernels brought a round of 15 drafts of the demo pair, in bfloat16, from 7.1 to 5.2 ms, and
+replaying made it a fifth faster once more.
 
 As with `targets.taps`, layer *instances* get a subclass of their own class; classes and parameter trees stay as they
 are.
@@ -30,15 +31,13 @@ from dflash_mlx.kernels import exponentials
 from dflash_mlx.kernels.few_rows_attention import attention_layers, attention_works, set_attention
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work, set_few_rows
 from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
+from dflash_mlx.kernels.race import is_faster, take_turns
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target, activation_dtype
 
 # A round's rows, for which things are measured, and more, of several answers, for which the linear kernel is tried.
 _ROUND, _MORE_ROWS = 16, (64, 256)
-# Another way must be this much faster to be used: less would be noise.
-_GAIN = 0.05
-_TIMED = 3
 # How products of rows and passes are made: whether passes are replayed, and up to how many rows the kernel is used.
 Way = tuple[bool, int]
 W = TypeVar("W")
@@ -83,7 +82,7 @@ def _choose_attention(target: Target, drafter: DFlashDrafter | None, models: Seq
         set_attention(layers, kernel=on)
 
     seconds = _compare(target, drafter, _rows(drafter), (False, True), switch)
-    switch(_is_faster(seconds[True], seconds[False]))
+    switch(is_faster(seconds[True], seconds[False]))
 
 
 def _choose_way(target: Target, drafter: DFlashDrafter | None, *, kernel: bool) -> None:
@@ -99,7 +98,7 @@ def _choose_way(target: Target, drafter: DFlashDrafter | None, *, kernel: bool) 
     def fastest(rows: int, ways: Sequence[Way]) -> Way:
         seconds = _compare(target, drafter, rows, ways, switch)
         best = min(ways, key=lambda way: seconds[way])
-        return best if _is_faster(seconds[best], seconds[ways[0]]) else ways[0]
+        return best if is_faster(seconds[best], seconds[ways[0]]) else ways[0]
 
     replays = (False, True) if _can_replay(target, drafter) else (False,)
     ways = [(on, most) for on in replays for most in ((0, _ROUND) if layers else (0,))]
@@ -130,20 +129,16 @@ def _rows(drafter: DFlashDrafter | None) -> int:
     return _ROUND if drafter is not None else 1
 
 
-def _is_faster(seconds: float, ordinary: float) -> bool:
-    return seconds <= (1 - _GAIN) * ordinary
-
-
 def _compare(
     target: Target, drafter: DFlashDrafter | None, rows: int, ways: Sequence[W], switch: Callable[[W], None]
 ) -> dict[W, float]:
     """Medians of what a round's computing takes over `rows` rows, in turns, each way after it was switched to."""
-    seconds: dict[W, list[float]] = {way: [] for way in ways}
-    for _ in range(1 + _TIMED):
-        for way in ways:
-            switch(way)
-            seconds[way].append(_seconds(target, drafter, rows))
-    return {way: statistics.median(times[1:]) for way, times in seconds.items()}
+
+    def timed(way: W) -> float:
+        switch(way)
+        return _seconds(target, drafter, rows)
+
+    return {way: statistics.median(times) for way, times in take_turns(ways, timed).items()}
 
 
 def _seconds(target: Target, drafter: DFlashDrafter | None, rows: int) -> float:

@@ -9,7 +9,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -25,6 +26,7 @@ _GAIN, _STALL_SECONDS = 0.05, 0.1
 _TIMED = 3
 _SCHEMA = 2
 
+W = TypeVar("W")
 # Computes several products of one kind, so that a run takes long enough to be timed.
 Way = Callable[[mx.array], Sequence[mx.array]]
 
@@ -40,7 +42,7 @@ class Verdict:
         """Whether the kernel is used for this many rows: where those that were raced, below and above, were won."""
         if rows in self.seconds:
             ordinary, own = self.seconds[rows]
-            return own <= (1 - _GAIN) * ordinary
+            return is_faster(own, ordinary)
         below, above = ([raced for raced in self.seconds if (raced < rows) == smaller] for smaller in (True, False))
         return bool(below and above) and self.won(max(below)) and self.won(min(above))
 
@@ -72,17 +74,28 @@ def race(ordinary: Way, own: Way, inputs: Callable[[int], mx.array], rows: Seque
                 # The comparison is false for NaN, too.
                 if not difference <= _TOLERANCE[expected.dtype]:
                     return Verdict(seconds, f"{count} rows differ from MLX's by {difference:.2g}")
-            times: dict[Way, list[float]] = {ordinary: [], own: []}
-            for _ in range(1 + _TIMED):
-                for way, taken in times.items():
-                    taken.append(_seconds(way, x))
+            times = take_turns((ordinary, own), partial(_seconds, x=x))
         except (RuntimeError, ValueError) as error:  # no compiler, or one that refuses the kernel
             return Verdict(seconds, f"{count} rows: {' '.join(str(error).split())[:200]}")
-        slowest = max(times[own][1:])
-        if slowest > _STALL_SECONDS + max(times[ordinary][1:]):
+        slowest = max(times[own])
+        if slowest > _STALL_SECONDS + max(times[ordinary]):
             return Verdict(seconds, f"{count} rows stalled for {slowest * 1000:.0f} ms")
-        seconds[count] = statistics.median(times[ordinary][1:]), statistics.median(times[own][1:])
+        seconds[count] = statistics.median(times[ordinary]), statistics.median(times[own])
     return Verdict(seconds)
+
+
+def take_turns(ways: Sequence[W], seconds: Callable[[W], float], *, times: int = _TIMED) -> dict[W, list[float]]:
+    """What each way takes, so many times; the first turn, in which things are compiled, does not count."""
+    taken: dict[W, list[float]] = {way: [] for way in ways}
+    for _ in range(1 + times):
+        for way in ways:
+            taken[way].append(seconds(way))
+    return {way: found[1:] for way, found in taken.items()}
+
+
+def is_faster(seconds: float, ordinary: float) -> bool:
+    """Whether a way is so much faster than the ordinary one that it is no noise."""
+    return seconds <= (1 - _GAIN) * ordinary
 
 
 def _seconds(way: Way, x: mx.array) -> float:

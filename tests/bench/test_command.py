@@ -11,6 +11,7 @@ import pytest
 from bench.fake import Fake, fakes, ratios
 
 from dflash_mlx.bench import load, measured
+from dflash_mlx.bench.analyse import analyse
 from dflash_mlx.cli import bench, options
 from dflash_mlx.cli.app import main
 from dflash_mlx.cli.bench_options import comparable, parse_sweeps, settings_of, variants
@@ -175,7 +176,8 @@ def test_misuse_is_told_before_any_model_is_loaded(
 
 def test_compare_reads_files_and_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name, factor in (("a", 1.0), ("b", 1.5)):
-        write(ratios([factor * x for x in (1.2, 1.4, 1.5, 1.6, 1.8, 2.0)]), tmp_path / name)
+        results = ratios([factor * x for x in (1.2, 1.4, 1.5, 1.6, 1.8, 2.0)])
+        write(results, analyse(results), tmp_path / name)
     assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b" / "results.json")]) == 0
     out = capsys.readouterr().out
     assert out.startswith("B answers 1.5 times as fast as A: more than noise.\n")
