@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.bench.record import Round
-from dflash_mlx.drafters.dflash_state import DFlashState
+from dflash_mlx.decoding.steps import propose
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.targets.target import weight_bytes
 
@@ -57,9 +57,10 @@ def draft_ms(pair: ModelPair, places: int) -> float:
     assert pair.drafter is not None
     session = pair.new_session()
     session.feed([0] * _CONTEXT)
-    state = DFlashState.of(pair.drafter, pair.target, session.draft_cache, _CONTEXT)
+    state = pair.drafter.open(pair.target, session.draft_cache, _CONTEXT)
     anchors, at = mx.array([0]), mx.array([_CONTEXT])
-    return _shortest_ms(lambda: state.draft(anchors, at, places, room=_CONTEXT + places + 1).logits)
+    room = _CONTEXT + places + 1
+    return _shortest_ms(lambda: propose([None], state, places, anchors=anchors, at=at, room=room).tokens)
 
 
 def pass_ms(pair: ModelPair, rows: int) -> float:
