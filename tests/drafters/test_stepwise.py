@@ -126,7 +126,8 @@ class Asked:
     """A prompt and the plain answer to it; the prompt may go on where an earlier one's session is."""
 
     def __init__(self, target, watched, rng, *, session=None):
-        before = session.tokens[: rng.randint(0, len(session.tokens))] if session else []
+        before = session.tokens if session else []
+        before = before[: rng.choice([len(before), rng.randint(0, len(before))])]
         self.session = session or Session(target, watched.drafter)
         self.prompt = before + [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 9, 17]))]
         sampled = Coupled(SamplingParams(temperature=0.7), seed=rng.randrange(99))
@@ -178,7 +179,7 @@ def test_drafts_are_those_of_a_drafter_that_reads_all_anew(target, drafter, seed
             kept += step.num_accepted
             if step.finish_reason is None and rng.random() < 0.9:
                 continue
-            session = fork(asked.session, rng.randint(0, len(asked.session.tokens))) if rng.random() < 0.5 else None
+            session = fork(asked.session, len(asked.session.tokens)) if rng.random() < 0.5 else None
             engine.leave(lane)
             assert asked.tokens == asked.answer[: len(asked.tokens)]
             check_session(asked.session, asked.prompt, asked.tokens)
@@ -237,11 +238,11 @@ def test_a_batch_of_plain_rounds_leaves_room(target, drafter, monkeypatch):
     def features(fed):
         return mx.zeros((1, fed, len(taps) * target.hidden_size)) if taps else None
 
-    for at in range(239, 290):
-        drafts = PLACES if at in (239, 248) else 0
+    for at in range(239, 256):
+        drafts = PLACES if at == 248 else 0
         if drafts:
             state.propose([Nobody()], mx.array([5]), mx.array([at]), drafts, room=at + 1 + drafts)
         fed = mx.zeros((1, drafts + 1), dtype=mx.uint32)
         state.extend(fed, features(drafts + 1), mx.array([at]), room=at + 1, all_kept=not drafts)
-    state.settle(mx.array([290]))
-    assert max(ends) >= 290
+    state.settle(mx.array([256]))
+    assert max(ends) > 256
