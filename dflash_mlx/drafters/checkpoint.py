@@ -39,8 +39,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read config.json and the safetensors files. Raises CheckpointError."""
     raw = read_json(folder / "config.json")
     config = parse_draft_config(raw)
-    weights = _tidy(_read_weights(folder))
-    ids = _reduced_vocabulary(raw, config, weights)
+    weights = _tidy(read_weights(folder))
+    ids = reduced_vocabulary(weights, size=raw.get("draft_vocab_size"), of=config.vocab_size)
     if ids:
         config = replace(config, draft_token_ids=ids, own_head="lm_head.weight" in weights)
     elif config.draft_token_ids and "lm_head.weight" in weights:
@@ -57,7 +57,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(raw, config, weights)
 
 
-def _read_weights(folder: Path) -> Weights:
+def read_weights(folder: Path) -> Weights:
+    """All tensors of a folder's safetensors files. Raises CheckpointError."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"no .safetensors file in the drafter folder {folder}.")
@@ -76,22 +77,24 @@ def _tidy(weights: Weights) -> Weights:
     return {renamed.get(name, name): x for name, x in weights.items() if not name.startswith(_COPIES)}
 
 
-def _reduced_vocabulary(raw: dict[str, Any], config: DraftConfig, weights: Weights) -> tuple[int, ...]:
-    """The target's ids of the tokens that the drafter drafts, where a tensor says so; takes it out of `weights`."""
+def reduced_vocabulary(weights: Weights, *, size: int | None, of: int) -> tuple[int, ...]:
+    """The target's ids of the `size` tokens that are drafted, out of a vocabulary `of` so many; () where it is all.
+
+    The tensors that say so are taken out of `weights`. Raises CheckpointError.
+    """
     offsets = weights.pop("d2t", None)
     weights.pop("t2d", None)
-    size = raw.get("draft_vocab_size")
-    if size in (None, config.vocab_size):
+    if size in (None, of):
         return ()
     if offsets is None:
         raise CheckpointError(
-            f"the drafter drafts {size} of {config.vocab_size} tokens, and the tensor d2t, which says which ones, is "
+            f"the drafter drafts {size} of {of} tokens, and the tensor d2t, which says which ones, is "
             "missing; the checkpoint is incomplete."
         )
     ids = cast("list[int]", (mx.arange(offsets.shape[0]) + offsets.astype(mx.int64)).tolist())
-    if len(ids) != size or len(set(ids)) != size or not all(0 <= i < config.vocab_size for i in ids):
+    if len(ids) != size or len(set(ids)) != size or not all(0 <= i < of for i in ids):
         raise CheckpointError(
-            f"the drafter's tensor d2t should name {size} different tokens of {config.vocab_size}; found {len(ids)} "
+            f"the drafter's tensor d2t should name {size} different tokens of {of}; found {len(ids)} "
             f"entries from {min(ids, default=0)} to {max(ids, default=0)}. Fetch the folder again."
         )
     return tuple(ids)
@@ -110,7 +113,6 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None =
     here. Raises CheckpointError.
     """
     checkpoint = read_checkpoint(folder)
-    weights = checkpoint.weights
     quantization = checkpoint.raw.get("quantization")
     try:
         drafter = _drafter_without_weights(checkpoint, quantization)
@@ -118,26 +120,39 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None =
         raise CheckpointError(
             f"cannot build a drafter as config.json in {folder} describes it: {error}. Fetch the folder again."
         ) from error
-    try:
-        drafter.load_weights(list(weights.items()), strict=True)
-    except ValueError as error:
-        what = textwrap.shorten(str(error), 300)
-        raise CheckpointError(
-            f"the drafter's weights in {folder} do not fit its config.json: {what} Fetch the folder again; if that "
-            "does not help, it is of a kind that this version does not run."
-        ) from error
+    fill(drafter, checkpoint.weights, folder)
     activations, bits = drafter_precision(dtype, lacks_bfloat16=lacks_bfloat16())
     if quantization:
         if keep_quantized is None:
             keep_quantized = keeps_quantized(drafter, activations)
         if not keep_quantized:
             drafter = cast(DFlashDrafter, expand(drafter, activations))
-    elif bits is not None and keep_quantized is not False:
-        nn.quantize(drafter, bits=bits, group_size=_GROUP, class_predicate=_can_quantize)
-    drafter.set_dtype(activations)
-    drafter.eval()
-    mx.eval(drafter.parameters())
+        bits = None
+    elif keep_quantized is False:
+        bits = None
+    settle(drafter, activations, bits)
     return drafter
+
+
+def fill(network: nn.Module, weights: Weights, folder: Path) -> None:
+    """Put the weights of a drafter's folder into its network, all of them. Raises CheckpointError."""
+    try:
+        network.load_weights(list(weights.items()), strict=True)
+    except ValueError as error:
+        what = textwrap.shorten(str(error), 300)
+        raise CheckpointError(
+            f"the drafter's weights in {folder} do not fit its config.json: {what} Fetch the folder again; if that "
+            "does not help, it is of a kind that this version does not run."
+        ) from error
+
+
+def settle(network: nn.Module, dtype: mx.Dtype, bits: int | None) -> None:
+    """Bring a network into the precision that `drafter_precision` gives, and compute its weights."""
+    if bits is not None:
+        nn.quantize(network, bits=bits, group_size=_GROUP, class_predicate=_can_quantize)
+    network.set_dtype(dtype)
+    network.eval()
+    mx.eval(network.parameters())
 
 
 def _drafter_without_weights(checkpoint: Checkpoint, quantization: dict[str, Any] | None) -> DFlashDrafter:

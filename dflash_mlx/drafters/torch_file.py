@@ -1,8 +1,8 @@
 """Tensors out of a file of `torch.save`, without PyTorch and without running anything that the file asks for.
 
 Such a file is a zip archive with a pickle that describes the tensors, and their bytes. Some drafters are kept in one
-(`pytorch_model.bin`), others their row for the mask token (`mask_embedding.pt`). The unpickler here knows the names that
-a description needs and refuses all others.
+(`pytorch_model.bin`), others their row for the mask token (`mask_embedding.pt`). The unpickler here knows the names
+that a description needs and refuses all others.
 """
 
 import math
@@ -59,9 +59,7 @@ class _Tensor:
     strides: tuple[int, ...]
 
 
-def _rebuild(
-    storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
-) -> _Tensor:
+def _rebuild(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> _Tensor:
     return _Tensor(storage, offset, shape, strides)
 
 

@@ -62,4 +62,5 @@ def is_drafter(config: dict[str, Any]) -> bool:
     """Whether a config.json is that of a drafter, which is no model of its own."""
     said = config.get("architectures")
     names = [str(name).lower() for name in said] if isinstance(said, list) else []
-    return "dflash_config" in config or "speculators_model_type" in config or any("dflash" in name for name in names)
+    kinds = any("dflash" in name or "eagle" in name for name in names)
+    return "dflash_config" in config or "speculators_model_type" in config or kinds

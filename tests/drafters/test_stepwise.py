@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_map
 from test_batches import RandomGroup
 from test_lossless import RandomWidth, check_session
-from tiny import VOCAB, ends_of_writes, plain_tokens, tiny_target
+from tiny import HIDDEN, VOCAB, ends_of_writes, plain_tokens, randomize, tiny_target
 
 from dflash_mlx.caches.replay import Replayed
 from dflash_mlx.decoding import batch as batches
@@ -22,8 +22,10 @@ from dflash_mlx.decoding.fork import fork
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters import stepwise
+from dflash_mlx.drafters.config import Rope
 from dflash_mlx.drafters.contract import Drafted, Nobody
 from dflash_mlx.drafters.draft_model import DraftModel
+from dflash_mlx.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Network
 from dflash_mlx.drafters.stepwise import StepwiseState
 from dflash_mlx.policy.group import FixedGroup
 from dflash_mlx.policy.width import FixedWidth
@@ -42,7 +44,25 @@ def draft_model(target):
     return DraftModel(model, places=PLACES)
 
 
-DRAFTERS = {"draft_model": draft_model}
+def eagle3(target):
+    config = Eagle3Config(
+        hidden_size=HIDDEN,
+        target_hidden_size=HIDDEN,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCAB,
+        target_layer_ids=(1, 2, 0),
+        rope=Rope(10_000.0),
+        draft_token_ids=tuple(range(0, VOCAB, 2)),
+    )
+    network = Eagle3Network(config)
+    randomize(network, 6)
+    return Eagle3Drafter(config, network, places=PLACES)
+
+
+DRAFTERS = {"draft_model": draft_model, "eagle3": eagle3}
 
 
 @pytest.fixture(scope="module")
