@@ -3,7 +3,7 @@
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +18,7 @@ from dflash_mlx.runtime import lacks_bfloat16
 from dflash_mlx.targets.target import expand, keeps_quantized
 
 Weights = dict[str, mx.array]
+Network = TypeVar("Network", bound=nn.Module)
 
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 MASK_FILE = "mask_embedding.pt"
@@ -113,62 +114,72 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None =
     here. Raises CheckpointError.
     """
     checkpoint = read_checkpoint(folder)
-    quantization = checkpoint.raw.get("quantization")
     try:
-        drafter = _drafter_without_weights(checkpoint, quantization)
+        drafter = make_drafter(checkpoint.config)
     except WRONG_VALUES as error:
         raise CheckpointError(
             f"cannot build a drafter as config.json in {folder} describes it: {error}. Fetch the folder again."
         ) from error
-    fill(drafter, checkpoint.weights, folder)
-    activations, bits = drafter_precision(dtype, lacks_bfloat16=lacks_bfloat16())
-    if quantization:
-        if keep_quantized is None:
-            keep_quantized = keeps_quantized(drafter, activations)
-        if not keep_quantized:
-            drafter = cast(DFlashDrafter, expand(drafter, activations))
-        bits = None
-    elif keep_quantized is False:
-        bits = None
-    settle(drafter, activations, bits)
-    return drafter
+    quantization = checkpoint.raw.get("quantization")
+    return filled(
+        drafter, checkpoint.weights, folder, quantization=quantization, dtype=dtype, keep_quantized=keep_quantized
+    )
 
 
-def fill(network: nn.Module, weights: Weights, folder: Path) -> None:
-    """Put the weights of a drafter's folder into its network, all of them. Raises CheckpointError."""
+def filled(
+    network: Network,
+    weights: Weights,
+    folder: Path,
+    *,
+    quantization: dict[str, Any] | None,
+    dtype: mx.Dtype,
+    keep_quantized: bool | None = None,
+) -> Network:
+    """A drafter's network with the weights from a folder, all of them, in the precision that suits it here.
+
+    quantization: what config.json says of quantized weights, if it does; layers may have entries of their own. Raises
+    CheckpointError; see `load_drafter`.
+    """
     try:
+        if quantization:
+            _quantize_as(network, weights, quantization)
         network.load_weights(list(weights.items()), strict=True)
-    except ValueError as error:
+    except WRONG_VALUES as error:
         what = textwrap.shorten(str(error), 300)
         raise CheckpointError(
             f"the drafter's weights in {folder} do not fit its config.json: {what} Fetch the folder again; if that "
             "does not help, it is of a kind that this version does not run."
         ) from error
-
-
-def settle(network: nn.Module, dtype: mx.Dtype, bits: int | None) -> None:
-    """Bring a network into the precision that `drafter_precision` gives, and compute its weights."""
-    if bits is not None:
+    activations, bits = drafter_precision(dtype, lacks_bfloat16=lacks_bfloat16())
+    if quantization:
+        if keep_quantized is None:
+            keep_quantized = keeps_quantized(network, activations)
+        if not keep_quantized:
+            network = cast(Network, expand(network, activations))
+    elif bits is not None and keep_quantized is not False:
         nn.quantize(network, bits=bits, group_size=_GROUP, class_predicate=_can_quantize)
-    network.set_dtype(dtype)
+    network.set_dtype(activations)
     network.eval()
     mx.eval(network.parameters())
+    return network
 
 
-def _drafter_without_weights(checkpoint: Checkpoint, quantization: dict[str, Any] | None) -> DFlashDrafter:
-    """The drafter that the weights are put into, with quantized layers where they are quantized."""
-    drafter = make_drafter(checkpoint.config)
-    if quantization:
-        nn.quantize(
-            drafter,
-            group_size=quantization["group_size"],
-            bits=quantization["bits"],
-            mode=quantization.get("mode", "affine"),
-            class_predicate=lambda path, module: (
-                hasattr(module, "to_quantized") and f"{path}.scales" in checkpoint.weights
-            ),
-        )
-    return drafter
+def _quantize_as(network: nn.Module, weights: Weights, quantization: dict[str, Any]) -> None:
+    """Give a network quantized layers where the weights are."""
+
+    def how(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+            return False
+        own = next((value for name, value in quantization.items() if name.endswith(path)), None)
+        return own if isinstance(own, dict) else True
+
+    nn.quantize(
+        network,
+        group_size=quantization["group_size"],
+        bits=quantization["bits"],
+        mode=quantization.get("mode", "affine"),
+        class_predicate=how,
+    )
 
 
 def drafter_precision(dtype: mx.Dtype, *, lacks_bfloat16: bool) -> tuple[mx.Dtype, int | None]:

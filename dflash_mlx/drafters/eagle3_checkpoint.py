@@ -6,13 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.checkpoint import Weights, drafter_precision, fill, read_weights, reduced_vocabulary, settle
+from dflash_mlx.drafters.checkpoint import Weights, filled, read_weights, reduced_vocabulary
 from dflash_mlx.drafters.config import parse_ropes
 from dflash_mlx.drafters.eagle3 import PLACES, Eagle3Config, Eagle3Drafter, Eagle3Network
 from dflash_mlx.drafters.torch_file import read_tensors
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError
 from dflash_mlx.hub.folder import TORCH_WEIGHTS, read_json
-from dflash_mlx.runtime import lacks_bfloat16
 from dflash_mlx.targets.target import Target
 
 # What the target has, too, or what can be computed.
@@ -37,7 +36,7 @@ def is_eagle3(raw: dict[str, Any]) -> bool:
 def load_eagle3(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLACES) -> Eagle3Drafter:
     """Read a folder with config.json and weights, safetensors or `pytorch_model.bin`, for a target.
 
-    `dtype` is the target's; see `checkpoint.drafter_precision` for the drafter's. Raises CheckpointError.
+    `dtype` is the target's; weights may be quantized by MLX (see `checkpoint.filled`). Raises CheckpointError.
     """
     raw = read_json(folder / "config.json")
     try:
@@ -51,8 +50,7 @@ def load_eagle3(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = 
         raise CheckpointError(
             f"the config.json in {folder} does not describe an EAGLE-3 drafter: {error}. Fetch the folder again."
         ) from error
-    fill(network, weights, folder)
-    settle(network, *drafter_precision(dtype, lacks_bfloat16=lacks_bfloat16()))
+    network = filled(network, weights, folder, quantization=raw.get("quantization"), dtype=dtype)
     return Eagle3Drafter(config, network, places=places)
 
 
@@ -119,7 +117,6 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
         (bool(fields.get("parallel_drafting")), "drafts made in parallel (parallel_drafting)"),
         (bool(sliding or fields.get("use_sliding_window")), "a sliding window"),
         (nested.get("use_aux_hidden_state") is False, "features of one layer only (use_aux_hidden_state false)"),
-        ("quantization" in fields, "quantized weights"),
     ]
     parts = [part for there, part in missing if there]
     if parts:

@@ -210,7 +210,6 @@ def test_another_target_is_refused(changes, message, target):
         ({"fc_norm": True}, "fc_norm"),
         ({"parallel_drafting": True}, "parallel_drafting"),
         ({"layer_types": ["sliding_attention"]}, "a sliding window"),
-        ({"quantization": {"bits": 4}}, "quantized weights"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, "reads the target's embedding"),
         ({"hidden_size": None}, "has no 'hidden_size'"),

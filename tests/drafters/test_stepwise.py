@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 from test_batches import RandomGroup
-from test_lossless import RandomWidth, check_session
+from test_lossless import RandomWidth
 from tiny import HIDDEN, VOCAB, ends_of_writes, plain_tokens, randomize, tiny_target
+from tiny_families import family_target, unavailable
 
 from dflash_mlx.caches.replay import Replayed
 from dflash_mlx.decoding import batch as batches
@@ -18,7 +19,7 @@ from dflash_mlx.decoding.accept import Coupled, Greedy
 from dflash_mlx.decoding.batch import Batch
 from dflash_mlx.decoding.decode import decode, prefill
 from dflash_mlx.decoding.engine import Engine
-from dflash_mlx.decoding.fork import fork
+from dflash_mlx.decoding.fork import can_cut, fork
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters import stepwise
@@ -26,6 +27,7 @@ from dflash_mlx.drafters.config import Rope
 from dflash_mlx.drafters.contract import Drafted, Nobody
 from dflash_mlx.drafters.draft_model import DraftModel
 from dflash_mlx.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Network
+from dflash_mlx.drafters.mtp import MTPDrafter, MTPNetwork
 from dflash_mlx.drafters.stepwise import StepwiseState
 from dflash_mlx.policy.group import FixedGroup
 from dflash_mlx.policy.width import FixedWidth
@@ -34,17 +36,17 @@ from dflash_mlx.sampling import SamplingParams
 PLACES, CHUNK = 5, 8
 
 
-def draft_model(target):
-    """The target with some noise, so that it keeps some of the drafts."""
+def draft_model():
+    """A target, and the same with some noise, so that it keeps some of the drafts."""
     model = tiny_target("llama")
     noise = iter(mx.random.split(mx.random.key(3), 100))
     model.model.update(
         tree_map(lambda x: x * (1 + 0.3 * mx.random.normal(x.shape, key=next(noise))), model.model.parameters())
     )
-    return DraftModel(model, places=PLACES)
+    return tiny_target("llama"), DraftModel(model, places=PLACES)
 
 
-def eagle3(target):
+def eagle3():
     config = Eagle3Config(
         hidden_size=HIDDEN,
         target_hidden_size=HIDDEN,
@@ -59,20 +61,36 @@ def eagle3(target):
     )
     network = Eagle3Network(config)
     randomize(network, 6)
-    return Eagle3Drafter(config, network, places=PLACES)
+    return tiny_target("llama"), Eagle3Drafter(config, network, places=PLACES)
 
 
-DRAFTERS = {"draft_model": draft_model, "eagle3": eagle3}
+def mtp():
+    """Its target has recurrent layers."""
+    target = family_target("qwen3_5")
+    args = target.model.language_model.args
+    network = MTPNetwork(HIDDEN, 1e-5, type(target.layers[0])(args, 1))
+    randomize(network, 6)
+    return target, MTPDrafter(network, target, places=PLACES)
 
 
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target("llama")
+KINDS = {"draft_model": draft_model, "eagle3": eagle3, "mtp": mtp}
 
 
-@pytest.fixture(scope="module", params=sorted(DRAFTERS))
-def drafter(request, target):
-    return DRAFTERS[request.param](target)
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request):
+    if request.param == "mtp" and (reason := unavailable("qwen3_5")):
+        pytest.skip(reason)
+    return KINDS[request.param]()
+
+
+@pytest.fixture
+def target(pair):
+    return pair[0]
+
+
+@pytest.fixture
+def drafter(pair):
+    return pair[1]
 
 
 def anew(target, drafter, text, places, choose):
@@ -199,13 +217,15 @@ def test_drafts_are_those_of_a_drafter_that_reads_all_anew(target, drafter, seed
             kept += step.num_accepted
             if step.finish_reason is None and rng.random() < 0.9:
                 continue
-            session = fork(asked.session, len(asked.session.tokens)) if rng.random() < 0.5 else None
+            copied = can_cut(asked.session) and rng.random() < 0.5
+            session = fork(asked.session, len(asked.session.tokens)) if copied else asked.session
             engine.leave(lane)
             assert asked.tokens == asked.answer[: len(asked.tokens)]
-            check_session(asked.session, asked.prompt, asked.tokens)
+            assert asked.session.tokens == (asked.prompt + asked.tokens)[: len(asked.session.tokens)]
+            assert {cache.offset for cache in asked.session.draft_cache} == {len(asked.session.tokens)}
             if further:
                 further -= 1
-                waiting.append(Asked(target, watched, rng, session=session or asked.session))
+                waiting.append(Asked(target, watched, rng, session=session))
     assert watched.compare(25) > 10
     assert kept > 3
 
