@@ -21,7 +21,8 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Outlook, Writer, best_tokens
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, best_tokens
+from dflash_mlx.drafters.row_state import RowState
 from dflash_mlx.targets.target import Target
 
 # While nothing is drafted, entries wait in batches of this many.
@@ -128,15 +129,16 @@ class StepwiseDrafter(ABC):
         return StepwiseState(self, target, Rows.blank(caches, rows, positions))
 
 
-class StepwiseState:
-    """See `contract.DraftState`. `rows` are caches like the drafter's own, of any number of answers.
+class StepwiseState(RowState):
+    """See `contract.DraftState`.
 
     Entries are written by their index. What a draft writes after the anchor's entry stays where it is, and the next
     entries are written over it; so nothing has to be known of what was kept.
     """
 
     def __init__(self, drafter: StepwiseDrafter, target: Target, rows: Rows) -> None:
-        self.drafter, self.rows = drafter, rows
+        super().__init__(rows)
+        self.drafter = drafter
         self._passes = _Passes.of(drafter, target)
         self.vocabulary = self._passes.vocabulary
         self._settle_at_once()
@@ -148,9 +150,6 @@ class StepwiseState:
         self._missing = 0
         # How many of the entries that the newest draft wrote are right as far as its drafts are kept.
         self._drafted = 0
-
-    def outlook(self, writers: Sequence[Writer]) -> Outlook:
-        return Outlook.DEVICE
 
     def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
         if self._missing >= _MOST_MISSING:
@@ -210,27 +209,10 @@ class StepwiseState:
             self.rows.lengths.value = mx.maximum(start, 0)
             self._passes.read(self.rows, mx.arange(self._missing))
 
-    def _read_kept(self) -> None:
-        """Feed whatever may be missing of what was kept, which only the device knows; there it may be fed again."""
+    def absorb(self) -> None:
+        """Feed whatever may be missing of what was kept. How much that is only the device knows; some is fed again."""
         if self._right is not None:
             self._read_missing(self._right)
-
-    def layers(self) -> list[Any]:
-        self._read_kept()
-        return self.rows.layers
-
-    def add(self, count: int) -> None:
-        self.rows.add(count)
-
-    def take_over(self, other: "StepwiseState", places: Sequence[int]) -> None:
-        self.rows.take_over(other.rows, places)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.rows.keep(rows)
-
-    def give_back(self, row: int, length: int, caches: list[Any]) -> None:
-        self._read_kept()
-        self.rows.give_back(row, length, caches)
 
 
 class _Passes:
