@@ -93,12 +93,14 @@ class Guesses:
         )
 
 
-def read_guesses(target: Target, drafter: DFlashDrafter, text: list[int]) -> Guesses | None:
+def read_guesses(target: Target, drafter: Drafter, text: list[int]) -> Guesses | None:
     """Let the drafter guess the target's next token at places all over a text, in one pass of each model.
 
     text: token ids; what is too long is left out. None where too little can be judged: the text is short, or the
-    target's tokens are mostly some that the drafter may not guess.
+    target's tokens are mostly some that the drafter may not guess; or the drafter is no DFlash drafter.
     """
+    if not isinstance(drafter, DFlashDrafter):
+        return None
     tokens = text[:_GUESS_TOKENS]
     count = min(_GUESS_PLACES, len(tokens) - _GUESS_START)
     if count < _FEWEST_PLACES:

@@ -83,7 +83,8 @@ def _shortest_ms(compute: Callable[[], mx.array]) -> float:
 
 def bytes_a_pass(pair: ModelPair, *, draft: bool) -> int:
     """The weights that a round reads: the target's and, with drafts, the drafter's."""
-    return pair.target.weight_bytes + (weight_bytes(pair.drafter) if draft and pair.drafter is not None else 0)
+    networks = pair.drafter.networks if draft and pair.drafter is not None else ()
+    return pair.target.weight_bytes + sum(weight_bytes(network) for network in networks)
 
 
 def share_of_bandwidth(bytes_read: float, seconds: float, bandwidth: float) -> float | None:

@@ -68,7 +68,8 @@ class Lane:
 
     def text_from(self, position: int) -> list[int]:
         """The tokens from a position on, prompt and answer, up to the anchor."""
-        return [*self.session.tokens[position:], self.anchor]
+        held = self.session.tokens
+        return [*held[position:], self.anchor] if position <= len(held) else []
 
     def history_after(self, tokens: mx.array) -> mx.array:
         """The history once `tokens` (n,) have come."""

@@ -142,6 +142,10 @@ class Drafter(Protocol):
         """
 
     @property
+    def drafts_on_host(self) -> bool:
+        """Whether all its drafting is done on the host, which then always waits for the newest tokens."""
+
+    @property
     def networks(self) -> Sequence[nn.Module]:
         """Its networks, whose layers may use kernels."""
 

@@ -96,6 +96,7 @@ class DFlashDrafter(nn.Module):
     # Its places do not depend on each other, so the drafts of a round may be a tree.
     supports_trees = True
     allows_rejection = True
+    drafts_on_host = False
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()

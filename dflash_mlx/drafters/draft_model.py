@@ -76,10 +76,10 @@ class DraftModel(StepwiseDrafter):
 
 
 def load_draft_model(
-    folder: Path, target: Target, target_folder: Path, *, dtype: str, places: int = PLACES
+    folder: Path, target: Target, target_folder: Path, *, dtype: mx.Dtype, places: int = PLACES
 ) -> DraftModel:
-    """Load a model folder as a drafter for a target; `dtype` as for targets. Raises CheckpointError, PairError."""
-    model, _ = load_target(folder, dtype=dtype)
+    """Load a model folder as a drafter for a target, to compute in its `dtype`. Raises CheckpointError, PairError."""
+    model, _ = load_target(folder, dtype=str(dtype).rpartition(".")[2])
     check_tokens(folder, model.vocab_size, target_folder, target.vocab_size)
     return DraftModel(model, places=places)
 

@@ -39,27 +39,45 @@ def load_eagle3(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = 
     `dtype` is the target's; weights may be quantized by MLX (see `checkpoint.filled`). Raises CheckpointError.
     """
     raw = read_json(folder / "config.json")
+    config = parse_eagle3_config(raw)
+    weights = _weights(folder)
+    size = raw.get("draft_vocab_size")
+    ids = reduced_vocabulary(weights, size=None if size is None else int(size), of=config.vocab_size)
+    config = replace(
+        config,
+        target_layer_ids=config.target_layer_ids or default_layers(len(target.layers)),
+        draft_token_ids=ids,
+        own_embedding="embed_tokens.weight" in weights,
+    )
     try:
-        config = parse_eagle3_config(raw, target_layers=len(target.layers))
-        weights = _weights(folder)
-        size = raw.get("draft_vocab_size")
-        ids = reduced_vocabulary(weights, size=None if size is None else int(size), of=config.vocab_size)
-        config = replace(config, draft_token_ids=ids, own_embedding="embed_tokens.weight" in weights)
         network = Eagle3Network(config)
     except WRONG_VALUES as error:
-        raise CheckpointError(
-            f"the config.json in {folder} does not describe an EAGLE-3 drafter: {error}. Fetch the folder again."
-        ) from error
+        raise _not_described(error) from error
     network = filled(network, weights, folder, quantization=raw.get("quantization"), dtype=dtype)
     return Eagle3Drafter(config, network, places=places)
 
 
-def parse_eagle3_config(raw: dict[str, Any], *, target_layers: int) -> Eagle3Config:
-    """Read a config.json, in any layout, for a target with so many layers.
+def _not_described(error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the drafter's config.json does not describe an EAGLE-3 drafter: {error}. Fetch the folder again."
+    )
 
-    What it does not say of the target's layers is as in the authors' code: those before layers 2, L // 2 and L - 3.
-    Raises CheckpointError, and what wrong types of values lead to.
-    """
+
+def default_layers(count: int) -> tuple[int, ...]:
+    """The layers that a checkpoint means which names none, of so many: as in the authors' code, 0 being the first."""
+    return 1, count // 2 - 1, count - 4
+
+
+def parse_eagle3_config(raw: dict[str, Any]) -> Eagle3Config:
+    """Read a config.json, in any layout; target_layer_ids is empty where it names none. Raises CheckpointError."""
+    try:
+        return _parse(raw)
+    except WRONG_VALUES as error:
+        raise _not_described(error) from error
+
+
+def _parse(raw: dict[str, Any]) -> Eagle3Config:
+    """The same. Raises what wrong types of values lead to, too."""
     fields = {**raw, **(raw.get("transformer_layer_config") or {})}
     if "transformer_layer_config" in raw and fields.get("model_type") in (None, "llama"):
         fields = {**_LLAMA_DEFAULTS, **fields}
@@ -80,7 +98,7 @@ def parse_eagle3_config(raw: dict[str, Any], *, target_layers: int) -> Eagle3Con
         num_key_value_heads=int(fields.get("num_key_value_heads") or heads),
         head_dim=int(fields.get("head_dim") or size // heads),
         vocab_size=required("vocab_size"),
-        target_layer_ids=_target_layer_ids(raw, target_layers),
+        target_layer_ids=_target_layer_ids(raw),
         rope=rope,
         rms_norm_eps=float(fields.get("rms_norm_eps") or 1e-6),
         max_position_embeddings=int(fields.get("max_position_embeddings") or 2048),
@@ -90,7 +108,7 @@ def parse_eagle3_config(raw: dict[str, Any], *, target_layers: int) -> Eagle3Con
     )
 
 
-def _target_layer_ids(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
+def _target_layer_ids(raw: dict[str, Any]) -> tuple[int, ...]:
     """The layers whose outputs are read. speculators names the layers that come after them, SGLang the layers."""
     before = raw.get("eagle_aux_hidden_state_layer_ids")
     own = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -101,7 +119,7 @@ def _target_layer_ids(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
         )
     if before:
         return tuple(int(i) - 1 for i in before)
-    return tuple(int(i) for i in own or (1, layers // 2 - 1, layers - 4))
+    return tuple(int(i) for i in own or ())
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:

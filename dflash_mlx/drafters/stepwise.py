@@ -36,6 +36,7 @@ class StepwiseDrafter(ABC):
     # A place depends on the tokens chosen before it: so there is one chain, and its confidence depends on draws.
     supports_trees = False
     allows_rejection = False
+    drafts_on_host = False
 
     @property
     @abstractmethod

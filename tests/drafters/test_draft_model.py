@@ -46,14 +46,14 @@ def test_drafts_of_the_target_itself_are_all_kept(target, strategy, width):
 
 def test_it_is_loaded_like_a_target(target, tmp_path):
     folder = write_model(tmp_path / "model", target)
-    loaded = load_draft_model(folder, target, folder, dtype="float32")
+    loaded = load_draft_model(folder, target, folder, dtype=mx.float32)
     assert (loaded.method, loaded.places, list(loaded.networks)) == ("draft_model", 4, [loaded.model.model])
     tokens = mx.array([[5, 9, 2]])
     expected = target.forward(tokens, target.make_cache())
     assert mx.abs(loaded.model.forward(tokens, loaded.model.make_cache()) - expected).max().item() < 1e-6
     other = write_model(tmp_path / "other", tiny_target("llama", vocab_size=VOCAB - 1))
     with pytest.raises(PairError, match="a vocabulary of 47 and one of 48, and a folder without"):
-        load_draft_model(other, target, folder, dtype="float32")
+        load_draft_model(other, target, folder, dtype=mx.float32)
 
 
 @pytest.mark.parametrize("size", [VOCAB - 8, VOCAB + 8])

@@ -11,7 +11,7 @@ from tiny import HIDDEN, LAYERS, VOCAB, tiny_target
 
 from dflash_mlx.checks import check_pair, check_shapes
 from dflash_mlx.drafters.eagle3 import Eagle3Drafter, Eagle3Network
-from dflash_mlx.drafters.eagle3_checkpoint import is_eagle3, load_eagle3, parse_eagle3_config
+from dflash_mlx.drafters.eagle3_checkpoint import default_layers, is_eagle3, load_eagle3, parse_eagle3_config
 from dflash_mlx.errors import CheckpointError, PairError
 
 SIZE, HEADS, KV_HEADS, HEAD_DIM, INNER, DRAFTED, EPS, THETA = 24, 4, 2, 8, 20, 30, 1e-5, 5e4
@@ -195,7 +195,7 @@ def test_a_pair_is_checked_by_running_it(target, tmp_path):
     ],
 )
 def test_another_target_is_refused(changes, message, target):
-    config = parse_eagle3_config({**SGLANG, **changes}, target_layers=LAYERS)
+    config = parse_eagle3_config({**SGLANG, **changes})
     with pytest.raises(PairError, match=message):
         check_shapes(target, Eagle3Drafter(config, Eagle3Network(config)))
 
@@ -255,6 +255,7 @@ def test_it_is_known_by_its_config(raw, expected):
 def test_speculators_may_leave_out_llamas_own_values():
     layer = {"model_type": "llama", "num_key_value_heads": 8, "rope_parameters": {"rope_theta": 5e5}}
     raw = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
-    config = parse_eagle3_config(raw, target_layers=32)
+    config = parse_eagle3_config(raw)
     assert (config.hidden_size, config.intermediate_size, config.head_dim) == (4096, 11_008, 128)
-    assert (config.rope.theta, config.target_layer_ids) == (5e5, (1, 15, 28))
+    assert (config.rope.theta, config.target_layer_ids) == (5e5, ())
+    assert default_layers(32) == (1, 15, 28)
