@@ -74,7 +74,8 @@ MethodOption = Annotated[
     typer.Option(
         "--method",
         help="How to draft. dflash: by a drafter made for the model. ngram: from the text itself, which pays where "
-        "answers repeat their prompt. plain: not at all. auto: dflash where there is a drafter, else ngram.",
+        "answers repeat their prompt. dflash+ngram: the likelier of both in each round. plain: not at all. auto: "
+        "dflash where there is a drafter, else ngram.",
         rich_help_panel=MODELS,
     ),
 ]

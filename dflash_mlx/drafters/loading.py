@@ -9,6 +9,7 @@ from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.config import parse_draft_config
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.drafters.methods import Method
+from dflash_mlx.drafters.with_ngram import WithNgram
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hub.folder import read_json
 
@@ -31,7 +32,8 @@ def load(folder: Path | None, method: Method, *, block_size: int | None, dtype: 
     Raises CheckpointError.
     """
     if folder is not None:
-        return load_drafter(folder, dtype=dtype)
+        drafter = load_drafter(folder, dtype=dtype)
+        return WithNgram(drafter) if method is Method.dflash_ngram else drafter
     if method is Method.ngram:
         return ngram.NgramDrafter(ngram.DEFAULT_PLACES if block_size is None else block_size - 1)
     return None

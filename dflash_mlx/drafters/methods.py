@@ -9,9 +9,10 @@ class Method(str, Enum):
     auto = "auto"
     dflash = "dflash"
     ngram = "ngram"
+    dflash_ngram = "dflash+ngram"
     plain = "plain"
 
     @property
     def has_drafter(self) -> bool:
         """Whether it needs the files of a drafter."""
-        return self is Method.dflash
+        return self in (Method.dflash, Method.dflash_ngram)
