@@ -65,6 +65,15 @@ class Drafted:
     log_probs: mx.array | None = None
     proposals: list[Proposal] | None = None
 
+    @property
+    def confidence(self) -> mx.array:
+        """Logarithms of the chance of the best token at each place, (B, W) float32."""
+        if self.logits is None:
+            assert self.log_probs is not None
+            return self.log_probs
+        logits = self.logits.astype(mx.float32)
+        return logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)
+
 
 class Chooser(Protocol):
     """How one answer's tokens are chosen: greedy or a way of sampling (`decoding.accept.Strategy`)."""

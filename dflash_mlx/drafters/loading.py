@@ -12,6 +12,7 @@ from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.drafters.dialects import other_kind
 from dflash_mlx.drafters.eagle3_checkpoint import is_eagle3, load_eagle3, parse_eagle3_config
 from dflash_mlx.drafters.methods import Method
+from dflash_mlx.drafters.with_ngram import WithNgram
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError, UsageError
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.naming import is_drafter
@@ -34,15 +35,17 @@ def check(folder: Path | None, method: Method, *, block_size: int | None) -> Met
     """
     if folder is not None and method is not Method.mtp:
         raw = read_json(folder / "config.json")
-        asked, method = method, _method_of(raw)
-        if asked not in (Method.auto, method):
+        found = _method_of(raw)
+        if method is Method.auto:
+            method = found
+        elif found is not (Method.dflash if method is Method.dflash_ngram else method):
             raise UsageError(
-                f"--method {asked.value} was asked for, and the drafter in {folder} is one for {method.value}. Leave "
+                f"--method {method.value} was asked for, and the drafter in {folder} is one for {found.value}. Leave "
                 "--method out, or name another drafter with --draft-model."
             )
-        if method is Method.dflash:
+        if found is Method.dflash:
             parse_draft_config(raw)
-        elif method is Method.eagle3:
+        elif found is Method.eagle3:
             parse_eagle3_config(raw)
     most = _PLACES[method][1] if method in _PLACES else None
     if block_size is not None and most is not None and not 2 <= block_size <= most + 1:
@@ -75,7 +78,8 @@ def load(
         return load_eagle3(folder, target, dtype=dtype, places=places)
     if method is Method.draft_model:
         return draft_model.load_draft_model(folder, target, target_folder, dtype=dtype, places=places)
-    return load_drafter(folder, dtype=dtype)
+    drafter = load_drafter(folder, dtype=dtype)
+    return WithNgram(drafter) if method is Method.dflash_ngram else drafter
 
 
 def _method_of(raw: dict[str, Any]) -> Method:

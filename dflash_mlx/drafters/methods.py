@@ -12,12 +12,13 @@ class Method(str, Enum):
     mtp = "mtp"
     draft_model = "draft_model"
     ngram = "ngram"
+    dflash_ngram = "dflash+ngram"
     plain = "plain"
 
     @property
     def has_drafter(self) -> bool:
         """Whether it needs the files of a drafter."""
-        return self in (Method.dflash, Method.eagle3, Method.draft_model)
+        return self in (Method.dflash, Method.dflash_ngram, Method.eagle3, Method.draft_model)
 
     @property
     def takes_folder(self) -> bool:

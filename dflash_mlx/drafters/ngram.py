@@ -75,6 +75,14 @@ class Lookup:
         kind = bisect_right(_LENGTHS, self.length + further)
         return self._kept[kind] / self._tried[kind] if self.length else 0.0
 
+    def promise(self, places: int) -> float:
+        """How many of so many drafts are expected to be kept."""
+        total, survival = 0.0, 1.0
+        for further in range(places if self.length else 0):
+            survival *= self.chance(further)
+            total += survival
+        return total
+
     def draft(self, places: int) -> list[int]:
         """What followed there; where that reaches the end of the text, it is what was drafted that follows."""
         found = self.tokens[self._place : self._place + places]
@@ -124,20 +132,21 @@ class NgramState:
         self._always = always
         self._lookups: WeakKeyDictionary[Writer, Lookup] = WeakKeyDictionary()
 
-    def _lookup(self, writer: Writer) -> Lookup:
+    def lookup(self, writer: Writer) -> Lookup:
+        """An answer's text, with its newest tokens."""
         lookup = self._lookups.setdefault(writer, Lookup())
         lookup.extend(writer.text_from(len(lookup.tokens)))
         return lookup
 
     def outlook(self, writers: Sequence[Writer]) -> Outlook:
-        drafts = self._always or any(self._lookup(writer).chance() >= _LEAST for writer in writers)
+        drafts = self._always or any(self.lookup(writer).chance() >= _LEAST for writer in writers)
         return Outlook.HOST if drafts else Outlook.NOTHING
 
     def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
         tokens = np.zeros((len(writers), places), dtype=np.uint32)
         log_probs = np.full((len(writers), places), 0.0 if self._always else _NEVER, dtype=np.float32)
         for row, writer in enumerate(writers):
-            lookup = self._lookup(writer)
+            lookup = self.lookup(writer)
             if lookup.length:
                 tokens[row] = lookup.draft(places)
                 log_probs[row] = np.log([lookup.chance(further) for further in range(places)])

@@ -134,7 +134,8 @@ class StepwiseState(RowState):
     """See `contract.DraftState`.
 
     Entries are written by their index. What a draft writes after the anchor's entry stays where it is, and the next
-    entries are written over it; so nothing has to be known of what was kept.
+    entries are written over it; so nothing has to be known of what was kept. The drafts that are verified after
+    `propose` have to be the first of those that it gave.
     """
 
     def __init__(self, drafter: StepwiseDrafter, target: Target, rows: Rows) -> None:
@@ -201,8 +202,8 @@ class StepwiseState(RowState):
         return own if self._right is None else mx.minimum(self._right, own)
 
     def _reserve(self, room: int) -> None:
-        """Make room for all that is written: missing entries are counted as if the newest drafts had been kept."""
-        self.rows.reserve(room + self.drafter.places)
+        """Make room for all that is written: entries that may be missing are fed as if all drafts had been kept."""
+        self.rows.reserve(room + self.drafter.places + min(max(self._missing, 0), _MOST_MISSING))
 
     def _read_missing(self, start: mx.array) -> None:
         """Feed the entries that are missing, from the ones at `start` (B,) on."""

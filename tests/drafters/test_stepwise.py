@@ -268,21 +268,20 @@ def test_there_is_always_room(target, drafter, lanes, start, monkeypatch):
     assert max(ends) >= start
 
 
-def test_a_batch_of_plain_rounds_leaves_room(target, drafter, monkeypatch):
-    """Rounds without drafts follow one of which nothing was kept; the drafter reads them all at once, much later."""
+@pytest.mark.parametrize("own", [True, False])
+def test_rounds_that_wait_to_be_read_leave_room(target, drafter, own, monkeypatch):
+    """Rounds of which only the anchor was kept: one with its own drafts among plain ones, or all with drafts of another
+    kind. The drafter reads them all at once."""
     ends, rng = ends_of_writes(monkeypatch), random.Random(2)
     session, text = Session(target, drafter), [rng.randrange(VOCAB) for _ in range(240)]
     prefill(session, text[:-1])
     state, taps = drafter.open(target, session.draft_cache, len(text) - 1), drafter.taps
-
-    def features(fed):
-        return mx.zeros((1, fed, len(taps) * target.hidden_size)) if taps else None
-
     for at in range(239, 256):
-        drafts = PLACES if at == 248 else 0
-        if drafts:
+        drafts = PLACES if at == 248 or not own else 0
+        if drafts and own:
             state.propose([Nobody()], mx.array([5]), mx.array([at]), drafts, room=at + 1 + drafts)
         fed = mx.zeros((1, drafts + 1), dtype=mx.uint32)
-        state.extend(fed, features(drafts + 1), mx.array([at]), room=at + 1, all_kept=not drafts)
+        features = mx.zeros((1, drafts + 1, len(taps) * target.hidden_size)) if taps else None
+        state.extend(fed, features, mx.array([at]), room=at + 1, all_kept=not drafts)
     state.settle(mx.array([256]))
     assert max(ends) > 256
