@@ -11,9 +11,9 @@ import mlx.nn as nn
 from dflash_mlx.drafters.config import DraftConfig, parse_draft_config
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
-from dflash_mlx.drafters.torch_file import read_mask_embedding
+from dflash_mlx.drafters.torch_file import read_mask_embedding, read_tensors
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError
-from dflash_mlx.hub.folder import read_json
+from dflash_mlx.hub.folder import TORCH_WEIGHTS, read_json
 from dflash_mlx.runtime import lacks_bfloat16
 from dflash_mlx.targets.target import expand, keeps_quantized
 
@@ -59,10 +59,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_weights(folder: Path) -> Weights:
-    """All tensors of a folder's safetensors files. Raises CheckpointError."""
+    """All tensors of a folder's safetensors files, or of its file of PyTorch. Raises CheckpointError."""
     files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    others = [folder / name for name in TORCH_WEIGHTS if (folder / name).exists()]
+    if not files and not others:
         raise CheckpointError(f"no .safetensors file in the drafter folder {folder}.")
+    if not files:
+        return read_tensors(others[0])
     weights: Weights = {}
     try:
         for file in files:

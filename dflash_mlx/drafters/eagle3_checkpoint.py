@@ -9,9 +9,8 @@ import mlx.core as mx
 from dflash_mlx.drafters.checkpoint import Weights, filled, read_weights, reduced_vocabulary
 from dflash_mlx.drafters.config import parse_ropes
 from dflash_mlx.drafters.eagle3 import PLACES, Eagle3Config, Eagle3Drafter, Eagle3Network
-from dflash_mlx.drafters.torch_file import read_tensors
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError
-from dflash_mlx.hub.folder import TORCH_WEIGHTS, read_json
+from dflash_mlx.hub.folder import read_json
 from dflash_mlx.targets.target import Target
 
 # What the target has, too, or what can be computed.
@@ -147,7 +146,5 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
 
 def _weights(folder: Path) -> Weights:
     """The folder's tensors, under the authors' names."""
-    torch_only = (folder / TORCH_WEIGHTS).exists() and not any(folder.glob("*.safetensors"))
-    found = read_tensors(folder / TORCH_WEIGHTS) if torch_only else read_weights(folder)
-    renamed = {name.replace("layers.0.", "midlayer.", 1): array for name, array in found.items()}
+    renamed = {name.replace("layers.0.", "midlayer.", 1): array for name, array in read_weights(folder).items()}
     return {name: array for name, array in renamed.items() if not name.startswith(_UNUSED)}

@@ -11,6 +11,7 @@ from dflash_mlx.drafters.config import parse_draft_config
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.drafters.dialects import other_kind
 from dflash_mlx.drafters.eagle3_checkpoint import is_eagle3, load_eagle3, parse_eagle3_config
+from dflash_mlx.drafters.medusa import is_medusa, load_medusa
 from dflash_mlx.drafters.methods import Method
 from dflash_mlx.drafters.with_ngram import WithNgram
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError, UsageError
@@ -18,7 +19,7 @@ from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.naming import is_drafter
 from dflash_mlx.targets.target import Target
 
-# The places for which tokens are drafted in a round, and the most that may be asked for. A DFlash drafter has its own.
+# The places for which tokens are drafted in a round, and the most that may be asked for. The others have their own.
 _PLACES = {
     Method.eagle3: (eagle3.PLACES, eagle3.MOST_PLACES),
     Method.mtp: (mtp.PLACES, mtp.MOST_PLACES),
@@ -76,6 +77,8 @@ def load(
         return None
     if method is Method.eagle3:
         return load_eagle3(folder, target, dtype=dtype, places=places)
+    if method is Method.medusa:
+        return load_medusa(folder, target, dtype=dtype)
     if method is Method.draft_model:
         return draft_model.load_draft_model(folder, target, target_folder, dtype=dtype, places=places)
     drafter = load_drafter(folder, dtype=dtype)
@@ -85,17 +88,18 @@ def load(
 def _method_of(raw: dict[str, Any]) -> Method:
     """The method that a folder with this config.json is for. Raises CheckpointError for kinds that are not run."""
     try:
-        kind = None if is_eagle3(raw) else other_kind(raw)
+        method = Method.eagle3 if is_eagle3(raw) else Method.medusa if is_medusa(raw) else None
+        kind = None if method else other_kind(raw)
     except WRONG_VALUES as error:
         raise CheckpointError(
             f"the drafter's config.json holds a value of another kind than expected: {error}. Fetch the folder again."
         ) from error
     if kind is not None:
         raise CheckpointError(
-            f"the drafter is {kind}; this version drafts with DFlash, DFlash 2 and EAGLE-3 drafters, with small "
-            "language models, and with a target's own head for multi-token prediction. Choose such a drafter for your "
+            f"the drafter is {kind}; this version drafts with DFlash, DFlash 2 and EAGLE-3 drafters, Medusa heads, "
+            "small language models, and a target's own head for multi-token prediction. Choose such a drafter for your "
             "target, or run with --no-draft."
         )
-    if is_eagle3(raw):
-        return Method.eagle3
+    if method is not None:
+        return method
     return Method.dflash if is_drafter(raw) or "target_layer_ids" in raw else Method.draft_model

@@ -9,6 +9,7 @@ class Method(str, Enum):
     auto = "auto"
     dflash = "dflash"
     eagle3 = "eagle3"
+    medusa = "medusa"
     mtp = "mtp"
     draft_model = "draft_model"
     ngram = "ngram"
@@ -18,7 +19,7 @@ class Method(str, Enum):
     @property
     def has_drafter(self) -> bool:
         """Whether it needs the files of a drafter."""
-        return self in (Method.dflash, Method.dflash_ngram, Method.eagle3, Method.draft_model)
+        return self in (Method.dflash, Method.dflash_ngram, Method.eagle3, Method.medusa, Method.draft_model)
 
     @property
     def takes_folder(self) -> bool:

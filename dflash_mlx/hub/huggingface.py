@@ -1,6 +1,6 @@
 """Checkpoints on the Hugging Face Hub: weights, configuration and tokenizer files only, never code.
 
-Weights are safetensors. Drafters that have none are fetched as `pytorch_model.bin`, of which only tensors are read.
+Weights are safetensors. Drafters that have none are fetched as files of PyTorch, of which only tensors are read.
 
 The Hub's cache is used as it is, so other programs share the files. A file enters it only complete and with the right
 checksum (`hub_files.fetch_blob`), and weights come last, so that a download that was stopped anywhere is never taken
@@ -81,7 +81,7 @@ def find_cached(source: ModelSource) -> Path | None:
         folder = snapshot_download(
             source.repo,
             revision=source.revision,
-            allow_patterns=[*PATTERNS, TORCH_WEIGHTS],
+            allow_patterns=[*PATTERNS, *TORCH_WEIGHTS],
             ignore_patterns=UNWANTED,
             local_files_only=True,
         )
@@ -125,7 +125,7 @@ def _fetch(source: ModelSource, report: Report, *, verify: bool) -> Path:
     about = read_json(config)
     check_code(str(source), about)
     if not is_drafter(about):
-        files = [file for file in files if file.name != TORCH_WEIGHTS]
+        files = [file for file in files if file.name not in TORCH_WEIGHTS]
         _refuse_unusable(source, files)
 
     if verify:
@@ -152,7 +152,7 @@ def wanted_files(siblings: list[Any]) -> list[HubFile]:
     """The files to fetch of those that the Hub lists, weights last; a PyTorch file where there is nothing else."""
     files = []
     whole = any(fnmatch.fnmatch(entry.rfilename, "*.safetensors") for entry in siblings)
-    wanted = PATTERNS if whole else [*PATTERNS, TORCH_WEIGHTS]
+    wanted = PATTERNS if whole else [*PATTERNS, *TORCH_WEIGHTS]
     for entry in siblings:
         name = entry.rfilename
         if any(fnmatch.fnmatch(name, p) for p in wanted) and not any(fnmatch.fnmatch(name, p) for p in UNWANTED):
@@ -162,7 +162,7 @@ def wanted_files(siblings: list[Any]) -> list[HubFile]:
 
 
 def _is_weights(name: str) -> bool:
-    return name.endswith(".safetensors") or name == TORCH_WEIGHTS
+    return name.endswith(".safetensors") or name in TORCH_WEIGHTS
 
 
 def _refuse_unusable(source: ModelSource, files: list[HubFile]) -> None:

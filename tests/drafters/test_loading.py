@@ -5,6 +5,7 @@ import json
 import mlx.core as mx
 import pytest
 import test_eagle3
+import test_medusa
 import test_mtp
 from mlx.utils import tree_flatten
 from test_dialects import SPECULATORS, ZLAB
@@ -63,6 +64,18 @@ def test_an_eagle3_drafter(tmp_path):
     assert is_plain(pair, target, 7)
 
 
+def test_medusa_heads(tmp_path):
+    target = tiny_target("llama")
+    folder = write_target(tmp_path / "target", target)
+    (tmp_path / "heads").mkdir()
+    heads = str(test_medusa.write(tmp_path / "heads", test_medusa.heads_of()))
+    pair = load_pair(model=folder, draft_model=heads, dtype="float32")
+    assert (pair.method, pair.block_size) == ("medusa", 1 + test_medusa.HEADS)
+    assert is_plain(pair, target, test_medusa.HEADS)
+    with pytest.raises(UsageError, match="block size should be from 2 to 6"):
+        load_pair(model=folder, draft_model=heads, block_size=8)
+
+
 def test_the_targets_own_head(tmp_path):
     if reason := unavailable("qwen3_5"):
         pytest.skip(reason)
@@ -86,6 +99,7 @@ def test_the_targets_own_head(tmp_path):
         (SPECULATORS, Method.dflash),
         (test_eagle3.AUTHORS, Method.eagle3),
         (test_eagle3.SPECULATORS, Method.eagle3),
+        (test_medusa.CONFIG, Method.medusa),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, Method.draft_model),
     ],
 )

@@ -84,12 +84,21 @@ def test_only_weights_configs_and_tokenizers_are_fetched(hub: FakeHub) -> None:
     assert len(hub.log) == asked, "a complete copy needs no network"
 
 
-def test_a_drafter_without_safetensors_is_fetched_as_a_pytorch_file(hub: FakeHub) -> None:
-    about = json.dumps({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}).encode()
-    hub.repos["owner/name"] = {"config.json": about, "pytorch_model.bin": b"PK", "model.pt": b"x", "a.py": b"x"}
+@pytest.mark.parametrize(
+    ("config", "file"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "pytorch_model.bin"),
+        ({"medusa_num_heads": 5}, "medusa_lm_head.pt"),
+    ],
+)
+def test_a_drafter_without_safetensors_is_fetched_as_a_pytorch_file(
+    hub: FakeHub, config: dict[str, Any], file: str
+) -> None:
+    about = json.dumps(config).encode()
+    hub.repos["owner/name"] = {"config.json": about, file: b"PK", "model.pt": b"x", "a.py": b"x"}
     assert not is_ready(SOURCE)
     folder = ensure_model(SOURCE)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "pytorch_model.bin"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["config.json", file])
     assert is_ready(SOURCE)
     hub.repos["owner/name"] = model_files(**{"config.json": about})
     names = [huggingface_hub.hf_api.RepoSibling(rfilename=name, size=1, lfs=None) for name in hub.repos["owner/name"]]
