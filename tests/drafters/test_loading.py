@@ -117,8 +117,8 @@ def test_a_folder_says_how_to_draft_with_it(raw, method, tmp_path):
     ("raw", "message"),
     [
         (
-            {"model_type": "medusa"},
-            r"Medusa heads \(medusa\); this version drafts with .* or run with --no-draft",
+            {"model_type": "hydra"},
+            r"Hydra heads \(hydra\); this version drafts with .* or run with --no-draft",
         ),
         ({"speculators_model_type": "peagle"}, "a P-EAGLE drafter"),
         ({"architectures": 5}, "a value of another kind than expected"),
