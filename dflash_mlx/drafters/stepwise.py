@@ -143,12 +143,12 @@ class StepwiseState(RowState):
         self.drafter = drafter
         self._passes = _Passes.of(drafter, target)
         self.vocabulary = self._passes.vocabulary
-        self._settle_at_once()
+        self._begin_settled()
 
-    def _settle_at_once(self) -> None:
+    def _begin_settled(self) -> None:
         # Of each row, how many entries are right, (B,); None: all those before the anchor's.
         self._right: mx.array | None = None
-        # How many more come before the next anchor's at most. Below 0: that many of the right ones may be its drafts'.
+        # How many more come before the next anchor's at most. Below 0 where some of the right ones may come after it.
         self._missing = 0
         # How many of the entries that the newest draft wrote are right as far as its drafts are kept.
         self._drafted = 0
@@ -165,7 +165,7 @@ class StepwiseState(RowState):
 
     def settle(self, at: mx.array) -> None:
         self._read_missing(self._right_before(at))
-        self._settle_at_once()
+        self._begin_settled()
 
     def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
         assert places <= self.drafter.places
