@@ -1,0 +1,176 @@
+"""Attention whose rows come out the same, bit for bit, whatever is computed with them and whatever room the caches have.
+
+The queries of an answer are computed in blocks of 16 rows and against 256 positions at a time, which begin at multiples
+of 256; the parts are put together in the order of the positions (as in FlashAttention, arXiv 2205.14135). So every
+product has the same shape. Positions that a row does not see weigh exactly 0, so that further ones change nothing. All
+is computed in float32.
+
+Like the other ways to compute attention, it takes the place of mlx-lm's function in single layers (`hooks.renamed`).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import RotatingKVCache
+
+from dflash_mlx.caches.rows import RowKVCache
+from dflash_mlx.caches.trimming import newest
+from dflash_mlx.kernels.attention import Mask
+from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, compare_sizes, in_blocks, largest_difference
+
+NAME = "scaled_dot_product_attention"
+_ROWS, _POSITIONS = 16, 256
+# How far rows are moved to find out whether their place counts.
+_MOVED = 5
+# What a score that is masked becomes.
+_NEVER = -1e30
+
+
+@cache
+def attention_in(sizes: tuple[int, ...]) -> Callable[..., mx.array]:
+    """mlx-lm's `scaled_dot_product_attention`, with so many blocks of rows at once (`compare_attention`)."""
+
+    def attend(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        rows = queries.shape[2]
+        keys, values, start = _in_order(keys, values, cache, rows)
+        seen = as_array(mask, rows, keys.shape[2])
+        if isinstance(cache, RowKVCache) and cache.lengths.tree is not None:
+            parts = _paths(queries, keys, values, seen, cache.lengths.tree[1])
+            return _attend(*parts, scale, sinks, start, sizes).transpose(2, 1, 0, 3)
+        return _attend(queries, keys, values, seen, scale, sinks, start, sizes)
+
+    return attend
+
+
+def _in_order(keys: mx.array, values: mx.array, cache: Any, rows: int) -> tuple[mx.array, mx.array, int]:
+    """Keys and values in the order of their positions, and the first one's position."""
+    if not isinstance(cache, RotatingKVCache):
+        return keys, values, 0
+    if rows == 1:
+        keys, values = newest(cache, keys), newest(cache, values)
+    return keys, values, int(cache.offset) - keys.shape[2]
+
+
+def as_array(mask: Mask, rows: int, length: int) -> mx.array:
+    """Which keys each row sees: boolean, (B or 1, 1, L or 1, S)."""
+    if mask is None:
+        return mx.ones((1, 1, 1, length), dtype=mx.bool_)
+    if isinstance(mask, str):
+        return (mx.arange(length) <= mx.arange(length - rows, length)[:, None])[None, None]
+    if mask.dtype != mx.bool_ or (mask.ndim == 4 and mask.shape[1] != 1):
+        raise NotImplementedError("masks other than a boolean one for all heads")
+    return mask.reshape(-1, 1, *mask.shape[-2:])
+
+
+def _paths(
+    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, tree: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """The rows of a tree as answers of one row each, whose keys follow each other as in an answer that took its path.
+
+    tree: which places of the caches each row sees, (R, S).
+    """
+    places = mx.arange(tree.shape[1])
+    order = mx.argsort(mx.where(tree, places, places + tree.shape[1]), axis=-1)
+    keys, values = (mx.take(array[0], order, axis=1).swapaxes(0, 1) for array in (keys, values))
+    return queries.transpose(2, 1, 0, 3), keys, values, mx.take_along_axis(seen[0, 0], order, axis=-1)[:, None, None]
+
+
+def _attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    seen: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+    start: int,
+    sizes: Sequence[int],
+) -> mx.array:
+    """queries (B, heads, L, head_dim), keys and values from the position `start` on -> (B, heads, L, head_dim)."""
+    (batch, heads, rows, _), dtype = queries.shape, queries.dtype
+    groups, length = keys.shape[1], keys.shape[2]
+    blocks, before = -(-rows // _ROWS), start % _POSITIONS
+    after = -(before + length) % _POSITIONS
+    seen = mx.broadcast_to(seen, (batch, 1, rows, length))
+    seen = mx.pad(seen, [(0, 0), (0, 0), (0, blocks * _ROWS - rows), (before, after)])
+    seen = seen.reshape(batch * blocks, _ROWS, -1)
+    queries = _in_tiles(queries.astype(mx.float32) * scale, groups, blocks)
+    found = _sinks(sinks, groups, values.shape[3]) if sinks is not None else None
+    keys, values = (mx.pad(array, [(0, 0), (0, 0), (before, after), (0, 0)]) for array in (keys, values))
+    for first in range(0, seen.shape[2], _POSITIONS):
+        end = first + _POSITIONS
+        held = [mx.repeat(array[:, :, first:end].astype(mx.float32), blocks, axis=0) for array in (keys, values)]
+        part = in_blocks(_tile, [queries, *held, seen[:, :, first:end]], sizes)
+        found = part if found is None else _together(found, part)
+    assert found is not None
+    _, total, out = found
+    out = (out / total).reshape(batch, blocks, heads, _ROWS, -1).swapaxes(1, 2)
+    return out.reshape(batch, heads, blocks * _ROWS, -1)[:, :, :rows].astype(dtype)
+
+
+def _in_tiles(queries: mx.array, groups: int, blocks: int) -> mx.array:
+    """(B, heads, L, head_dim) -> blocks of rows, (B * blocks, key heads, query heads of each * 16, head_dim)."""
+    batch, _, rows, head_dim = queries.shape
+    whole = mx.pad(queries, [(0, 0), (0, 0), (0, blocks * _ROWS - rows), (0, 0)])
+    by_block = whole.reshape(batch, groups, -1, blocks, _ROWS, head_dim).transpose(0, 3, 1, 2, 4, 5)
+    return by_block.reshape(batch * blocks, groups, -1, head_dim)
+
+
+def _tile(queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array) -> list[mx.array]:
+    """Blocks of rows over 256 positions: the highest score, the sum of the weights and the weighted sum of the values.
+
+    queries (T, key heads, G * 16, head_dim), keys and values (T, key heads, 256, head_dim), seen (T, 16, 256).
+    """
+    scores = queries @ keys.swapaxes(-1, -2)
+    by_row = scores.reshape(*scores.shape[:2], -1, _ROWS, _POSITIONS)
+    scores = mx.where(seen[:, None, None], by_row, _NEVER).reshape(scores.shape)
+    highest = mx.max(scores, axis=-1, keepdims=True)
+    weights = mx.exp(scores - highest)
+    return [highest, mx.sum(weights, axis=-1, keepdims=True), weights @ values]
+
+
+def _together(one: Sequence[mx.array], other: Sequence[mx.array]) -> list[mx.array]:
+    """Two results of `_tile` for the same rows, over other positions."""
+    highest = mx.maximum(one[0], other[0])
+    of_one, of_other = mx.exp(one[0] - highest), mx.exp(other[0] - highest)
+    return [highest, *(mine * of_one + theirs * of_other for mine, theirs in zip(one[1:], other[1:], strict=True))]
+
+
+def _sinks(sinks: mx.array, groups: int, head_dim: int) -> list[mx.array]:
+    """What a score of each head (heads,) adds that belongs to no position, as `_tile` gives it."""
+    scores = mx.repeat(sinks.astype(mx.float32).reshape(groups, -1), _ROWS, axis=1)[None, :, :, None]
+    return [scores, mx.ones_like(scores), mx.zeros((*scores.shape[:-1], head_dim))]
+
+
+def compare_attention(heads: int, groups: int, head_dim: int, value_dim: int) -> tuple[Agreement, float]:
+    """How many blocks of rows can be computed at once, and the most by which rows differ at other places of a block."""
+    rng = np.random.default_rng(0)
+    count, rows = max(SIZES), heads // groups * _ROWS
+    queries, keys, values = (
+        mx.array(rng.standard_normal((count, groups, *shape), dtype=np.float32))
+        for shape in ((rows, head_dim), (_POSITIONS, head_dim), (_POSITIONS, value_dim))
+    )
+    seen = mx.array(rng.random((count, _ROWS, _POSITIONS)) < 0.7)
+    agreement = compare_sizes(_tile, [queries, keys, values, seen], base=1)
+
+    def moved(array: mx.array) -> mx.array:
+        """The same with the rows of each block at other places."""
+        by_row = array.reshape(count, -1, _ROWS, array.shape[-1])
+        return mx.roll(by_row, _MOVED, axis=2).reshape(array.shape)
+
+    def tiles(*arrays: mx.array) -> Sequence[mx.array]:
+        return in_blocks(_tile, arrays, agreement.sizes)
+
+    expected = [moved(array) for array in tiles(queries, keys, values, seen)]
+    found = tiles(moved(queries), keys, values, moved(seen))
+    return agreement, max(largest_difference(*pair) for pair in zip(found, expected, strict=True))

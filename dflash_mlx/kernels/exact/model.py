@@ -1,0 +1,199 @@
+"""Making a whole target exact: what it computes with is found out, replaced where need be, and checked by running it."""
+
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.base import scaled_dot_product_attention
+
+from dflash_mlx.caches.rows import Rows
+from dflash_mlx.caches.tree_rows import branched
+from dflash_mlx.errors import UsageError
+from dflash_mlx.hooks import means, renamed, subclassed
+from dflash_mlx.kernels.attention import Mask
+from dflash_mlx.kernels.exact.attention import NAME, as_array, attention_in, compare_attention
+from dflash_mlx.kernels.exact.blocks import Agreement, largest_difference
+from dflash_mlx.kernels.exact.layers import EXACT_KINDS, compare_products, kind_of_product, set_exact
+from dflash_mlx.targets.target import Target
+
+# MLX's operations that add up numbers in an order that may depend on shapes, and kernels of which nothing is known.
+_IN_DOUBT = re.compile(r"(?i)matmul|mm$|conv|attention|kernel|cumsum|fft|hadamard")
+_NOTES = "_dflash_exact_notes"
+# Of the check: positions before its rows, which lie on both sides of a multiple of 256, and the rooms of the caches.
+_BEFORE, _ROOM, _MORE_ROOM = 255, 300, 1000
+_TREE_DEPTHS, _TREE_PATH = (0, 1, 1, 2, 2), (0, 2, 4)
+
+
+@dataclass
+class Uses:
+    """What a pass computes with: layers, each with the type of its rows, and attention by its numbers of heads, of
+    heads of keys, and the sizes of their keys and values."""
+
+    layers: dict[int, tuple[Any, mx.Dtype]] = field(default_factory=dict)
+    attentions: set[tuple[int, int, int, int]] = field(default_factory=set)
+
+
+def make_exact(target: Target) -> str:
+    """Have each row of a target's passes come out the same, bit for bit, whatever is computed with it.
+
+    Returns what was found, in a line. Raises UsageError where the target computes in a way that cannot be made so.
+    """
+    uses = find_uses(target)
+    kinds: dict[Any, Agreement] = {}
+    for layer, dtype in uses.layers.values():
+        kind = kind_of_product(layer, dtype)
+        if kind not in kinds:
+            kinds[kind] = compare_products(layer, dtype)
+        set_exact(layer, kinds[kind].sizes)
+    attend = attention_in(attention_sizes(uses))
+    for layer in _attention_layers(target.model):
+        layer.__class__ = renamed(type(layer), NAME, attend)
+    target.kernels = "exact"
+    for what, difference in differences(target).items():
+        if difference != 0:
+            raise _refusal(f"something that gives other numbers for {what} (they differ by up to {difference:.2g})")
+    blocks = sorted({agreement.sizes for agreement in kinds.values()})
+    return f"each token's numbers are the same in any pass (products of {' or '.join(map(str, blocks))} rows)"
+
+
+def _refusal(what: str) -> UsageError:
+    return UsageError(
+        f"--exact needs a target whose rows can be computed apart from each other, and this one has {what}. "
+        "Leave --exact out; in float32 the answers are the same without it."
+    )
+
+
+def _attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model whose code calls mlx-lm's attention."""
+    return [layer for layer in model.modules() if means(type(layer), NAME, scaled_dot_product_attention)]
+
+
+def find_uses(target: Target) -> Uses:
+    """Write down a pass in which what can be made exact computes nothing, and look at what is left.
+
+    Raises UsageError with the name of what cannot be made exact.
+    """
+    if not target.takes_rows() or Rows.blank(target.blank_caches, 1, 1).states:
+        raise _refusal("layers with another memory than keys and values, or caches that hold a single answer")
+    uses, rows = Uses(), Rows.blank(target.blank_caches, 1, 2)
+    layers = [layer for layer in target.model.modules() if type(layer) in EXACT_KINDS]
+    attention = _noting_attention(uses)
+    try:
+        with (
+            subclassed(layers, _noting, notes={_NOTES: [uses] * len(layers)}),
+            subclassed(_attention_layers(target.model), lambda kind: renamed(kind, NAME, attention)),
+        ):
+            logits = target.forward(mx.zeros((1, 2), dtype=mx.int32), rows.layers)
+    except NotImplementedError as error:
+        raise _refusal(str(error)) from error
+    graph = io.StringIO()
+    mx.export_to_dot(graph, logits)
+    left = {name for name in re.findall(r'label ="([^"]*)"', graph.getvalue()) if _IN_DOUBT.search(name)}
+    if left:
+        raise _refusal(f"{', '.join(sorted(left))} outside of linear layers and attention")
+    return uses
+
+
+@cache
+def _noting(kind: type[nn.Module]) -> type[nn.Module]:
+    """A layer that notes the type of its rows in its `Uses`, and computes nothing."""
+
+    def product(self: Any, x: mx.array) -> mx.array:
+        self.__dict__[_NOTES].layers[id(self)] = self, x.dtype
+        numbers = self["scales"] if "scales" in self else self["weight"]
+        return mx.broadcast_to(x[..., :1] + numbers[0, 0], (*x.shape[:-1], self["weight"].shape[0]))
+
+    return type(f"Noting{kind.__name__}", (kind,), {EXACT_KINDS[kind]: product})
+
+
+def _noting_attention(uses: Uses) -> Callable[..., mx.array]:
+    """Attention that notes its sizes and computes nothing."""
+
+    def attend(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        as_array(mask, queries.shape[2], keys.shape[2])
+        uses.attentions.add((queries.shape[1], keys.shape[1], keys.shape[3], values.shape[3]))
+        numbers = queries[..., :1] + keys[:, :1, :1, :1] + values[:, :1, :1, :1]
+        return mx.broadcast_to(numbers, (*queries.shape[:3], values.shape[3]))
+
+    return attend
+
+
+def attention_sizes(uses: Uses) -> tuple[int, ...]:
+    """How many blocks of rows of all attentions can be computed at once. Raises UsageError."""
+    sizes: set[int] | None = None
+    for attention in uses.attentions:
+        agreement, difference = compare_attention(*attention)
+        if difference != 0:
+            raise _refusal(f"attention whose rows depend on their places (they differ by up to {difference:.2g})")
+        sizes = {*agreement.sizes} & (sizes or {*agreement.sizes})
+    return tuple(sorted(sizes or {1}))
+
+
+def differences(target: Target) -> dict[str, float]:
+    """By a way to compute the same few rows, the most by which their logits differ from those of one row at a time."""
+    rng = np.random.default_rng(0)
+    tokens = mx.array(rng.integers(0, target.vocab_size, (2, len(_TREE_DEPTHS))))
+    count = len(_TREE_PATH)
+    blank = Rows.blank(target.blank_caches, 1, _BEFORE).take_arrays()
+    context = [mx.array(rng.standard_normal(a.shape, dtype=np.float32)).astype(a.dtype)[:, :, :_BEFORE] for a in blank]
+
+    def rows(answers: int = 1, room: int = _ROOM) -> Rows:
+        """Rows whose last answer has the context, and the others its first half, turned round."""
+        found = Rows.blank(target.blank_caches, answers, room)
+        arrays = found.take_arrays()
+        for array, part in zip(arrays, context, strict=True):
+            array[:, :, : _BEFORE // 2] = -part[:, :, : _BEFORE // 2]
+            array[-1:, :, :_BEFORE] = part
+        found.put_arrays(arrays)
+        found.reserve(room)
+        found.lengths.value = mx.array([_BEFORE // 2] * (answers - 1) + [_BEFORE], dtype=mx.int32)
+        return found
+
+    def one_by_one(caches: Sequence[Any], after: Callable[[], None]) -> Iterator[mx.array]:
+        for i in range(count):
+            yield target.forward(tokens[-1:, i : i + 1], list(caches))[0]
+            after()
+
+    alone, single = rows(), target.make_cache()
+
+    def move_on() -> None:
+        alone.lengths.value = alone.lengths.value + 1
+
+    expected = mx.concatenate(list(one_by_one(alone.layers, move_on)))
+    found = {
+        "several tokens at once": target.forward(tokens[-1:], rows().layers)[0, :count],
+        "other answers beside it": target.forward(tokens, rows(2, _MORE_ROOM).layers)[-1, :count],
+    }
+    rows().give_back(0, _BEFORE, single)
+    found["prompts that are read"] = mx.concatenate(
+        [target.forward(part, single)[0] for part in (tokens[-1:, :1], tokens[-1:, 1:count])]
+    )
+    if target.takes_trees():
+        found["trees of drafts"] = _tree(target, rows(), tokens[-1, :count])
+    return {what: largest_difference(logits, expected) for what, logits in found.items()}
+
+
+def _tree(target: Target, rows: Rows, tokens: mx.array) -> mx.array:
+    """The logits for some tokens as one path of a tree, with others beside them."""
+    visible = np.eye(len(_TREE_DEPTHS), dtype=bool)
+    for row in range(1, len(_TREE_DEPTHS)):
+        visible[row] |= visible[max(0, row - 2)]
+    held = mx.zeros((len(_TREE_DEPTHS),), dtype=mx.int32)
+    held[mx.array(_TREE_PATH)] = tokens.astype(mx.int32)
+    with branched(target.ropes, rows, mx.array(_TREE_DEPTHS), mx.array(visible)):
+        logits = target.forward(held[None], rows.layers)
+    return logits[0, mx.array(_TREE_PATH)]
