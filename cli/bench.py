@@ -63,6 +63,7 @@ def bench_command(
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
     no_kernels: options.NoKernels = False,
+    exact: options.Exact = False,
     width: options.Width = None,
     tree: options.Tree = False,
     also: bench_options.Also = None,
@@ -98,6 +99,7 @@ def bench_command(
         block_size=block_size,
         dtype=dtype,
         no_kernels=no_kernels,
+        exact=exact,
     )
     own = variants(choice, width=width, tree=tree, also=also or [], sweep=drafting)
     streams = parse_concurrency(concurrency) if concurrency else []

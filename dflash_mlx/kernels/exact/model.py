@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from dflash_mlx.caches.rows import Rows
+from dflash_mlx.caches.rows import RowKVCache, Rows
 from dflash_mlx.caches.tree_rows import branched
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hooks import means, renamed, subclassed
@@ -124,6 +124,8 @@ def _noting_attention(uses: Uses) -> Callable[..., mx.array]:
         mask: Mask,
         sinks: mx.array | None = None,
     ) -> mx.array:
+        if not isinstance(cache, RowKVCache):
+            raise NotImplementedError("layers that share the keys of others")
         as_array(mask, queries.shape[2], keys.shape[2])
         uses.attentions.add((queries.shape[1], keys.shape[1], keys.shape[3], values.shape[3]))
         numbers = queries[..., :1] + keys[:, :1, :1, :1] + values[:, :1, :1, :1]
