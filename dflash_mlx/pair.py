@@ -42,8 +42,8 @@ class ModelPair:
     """A loaded target, its tokenizer and, unless it decodes plainly, its drafter.
 
     `dtype` is that of the target's activations. `block_size` is the largest block of a round: an anchor and up to
-    block_size - 1 drafts. exact: answers are the same bit for bit with and without drafts, in any precision. Use it from
-    one thread at a time.
+    block_size - 1 drafts. exact: answers are the same with and without drafts, in any precision. Use it from one thread
+    at a time.
     """
 
     name: str

@@ -1,22 +1,21 @@
-"""Attention whose rows come out the same, bit for bit, whatever is computed with them and whatever room the caches have.
+"""Attention whose rows come out the same, bit for bit, whatever else is computed and however much room caches have.
 
-The queries of an answer are computed in blocks of 16 rows and against 256 positions at a time, which begin at multiples
-of 256; the parts are put together in the order of the positions (as in FlashAttention, arXiv 2205.14135). So every
-product has the same shape. Positions that a row does not see weigh exactly 0, so that further ones change nothing. All
-is computed in float32.
+Queries are computed in blocks of 16 rows and against 256 positions at a time, which begin at multiples of 256; the
+parts are put together in the order of the positions (as in FlashAttention, arXiv 2205.14135). So every product has the
+same shape. Positions that a row does not see weigh exactly 0, so further ones change nothing. All is in float32.
 
 Like the other ways to compute attention, it takes the place of mlx-lm's function in single layers (`hooks.renamed`).
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, reduce
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache
 
-from dflash_mlx.caches.rows import RowKVCache
+from dflash_mlx.caches.rows import RowKVCache, RowLengths
 from dflash_mlx.caches.trimming import newest
 from dflash_mlx.kernels.attention import Mask
 from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, compare_sizes, in_blocks, largest_difference
@@ -42,13 +41,18 @@ def attention_in(sizes: tuple[int, ...]) -> Callable[..., mx.array]:
         mask: Mask,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        rows = queries.shape[2]
-        keys, values, start = _in_order(keys, values, cache, rows)
-        seen = as_array(mask, rows, keys.shape[2])
+        keys, values, start = _in_order(keys, values, cache, queries.shape[2])
+        seen = as_array(mask, queries.shape[2], keys.shape[2])
+        seen = mx.broadcast_to(seen, (queries.shape[0], 1, queries.shape[2], keys.shape[2]))
+        keys, values, seen = (_whole_parts(array, start, axis) for array, axis in ((keys, 2), (values, 2), (seen, 3)))
+        scaled = queries.astype(mx.float32) * scale
+        parts = [_of_sinks(sinks, queries.shape, values.shape[3])] if sinks is not None else []
         if isinstance(cache, RowKVCache) and cache.lengths.tree is not None:
-            parts = _paths(queries, keys, values, seen, cache.lengths.tree[1])
-            return _attend(*parts, scale, sinks, start, sizes).transpose(2, 1, 0, 3)
-        return _attend(queries, keys, values, seen, scale, sinks, start, sizes)
+            parts += _over_paths(scaled, keys, values, seen, cache.lengths, sizes)
+        else:
+            parts += _over(scaled, keys, values, seen, sizes)
+        _, total, out = reduce(_together, parts)
+        return (out / total).astype(queries.dtype)
 
     return attend
 
@@ -73,49 +77,49 @@ def as_array(mask: Mask, rows: int, length: int) -> mx.array:
     return mask.reshape(-1, 1, *mask.shape[-2:])
 
 
-def _paths(
-    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, tree: mx.array
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """The rows of a tree as answers of one row each, whose keys follow each other as in an answer that took its path.
-
-    tree: which places of the caches each row sees, (R, S).
-    """
-    places = mx.arange(tree.shape[1])
-    order = mx.argsort(mx.where(tree, places, places + tree.shape[1]), axis=-1)
-    keys, values = (mx.take(array[0], order, axis=1).swapaxes(0, 1) for array in (keys, values))
-    return queries.transpose(2, 1, 0, 3), keys, values, mx.take_along_axis(seen[0, 0], order, axis=-1)[:, None, None]
+def _whole_parts(array: mx.array, start: int, axis: int) -> mx.array:
+    """An array whose first position is `start`, filled up so that it begins and ends at multiples of 256."""
+    before = start % _POSITIONS
+    after = -(before + array.shape[axis]) % _POSITIONS
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = before, after
+    return mx.pad(array, widths) if before or after else array
 
 
-def _attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    seen: mx.array,
-    scale: float,
-    sinks: mx.array | None,
-    start: int,
-    sizes: Sequence[int],
-) -> mx.array:
-    """queries (B, heads, L, head_dim), keys and values from the position `start` on -> (B, heads, L, head_dim)."""
-    (batch, heads, rows, _), dtype = queries.shape, queries.dtype
-    groups, length = keys.shape[1], keys.shape[2]
-    blocks, before = -(-rows // _ROWS), start % _POSITIONS
-    after = -(before + length) % _POSITIONS
-    seen = mx.broadcast_to(seen, (batch, 1, rows, length))
-    seen = mx.pad(seen, [(0, 0), (0, 0), (0, blocks * _ROWS - rows), (before, after)])
-    seen = seen.reshape(batch * blocks, _ROWS, -1)
-    queries = _in_tiles(queries.astype(mx.float32) * scale, groups, blocks)
-    found = _sinks(sinks, groups, values.shape[3]) if sinks is not None else None
-    keys, values = (mx.pad(array, [(0, 0), (0, 0), (before, after), (0, 0)]) for array in (keys, values))
-    for first in range(0, seen.shape[2], _POSITIONS):
+def _over(
+    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, sizes: Sequence[int]
+) -> Iterator[list[mx.array]]:
+    """What `_tile` gives for each 256 of the positions, for queries (B, heads, L, head_dim), as (B, heads, L, ...)."""
+    batch, heads, rows, _ = queries.shape
+    blocks = -(-rows // _ROWS)
+    tiles = _in_tiles(queries, keys.shape[1], blocks)
+    seen = mx.pad(seen, [(0, 0), (0, 0), (0, blocks * _ROWS - rows), (0, 0)]).reshape(batch * blocks, _ROWS, -1)
+    for first in range(0, keys.shape[2], _POSITIONS):
         end = first + _POSITIONS
         held = [mx.repeat(array[:, :, first:end].astype(mx.float32), blocks, axis=0) for array in (keys, values)]
-        part = in_blocks(_tile, [queries, *held, seen[:, :, first:end]], sizes)
-        found = part if found is None else _together(found, part)
-    assert found is not None
-    _, total, out = found
-    out = (out / total).reshape(batch, blocks, heads, _ROWS, -1).swapaxes(1, 2)
-    return out.reshape(batch, heads, blocks * _ROWS, -1)[:, :, :rows].astype(dtype)
+        part = in_blocks(_tile, [tiles, *held, seen[:, :, first:end]], sizes)
+        by_head = [array.reshape(batch, blocks, heads, _ROWS, -1).swapaxes(1, 2) for array in part]
+        yield [array.reshape(batch, heads, blocks * _ROWS, -1)[:, :, :rows] for array in by_head]
+
+
+def _over_paths(
+    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, lengths: RowLengths, sizes: Sequence[int]
+) -> Iterator[list[mx.array]]:
+    """The same for the rows of a tree, each of which has keys of its own in the end: those of its path, in its order.
+
+    So a row's keys lie where they would if the answer had taken that path.
+    """
+    assert lengths.tree is not None
+    [length] = np.array(lengths.value).tolist()
+    common = length // _POSITIONS * _POSITIONS
+    yield from _over(queries, keys[:, :, :common], values[:, :, :common], seen[..., :common], sizes)
+    held = _whole_parts(lengths.tree[1], 0, axis=1)[:, common:]
+    places = mx.arange(held.shape[1])
+    order = mx.argsort(mx.where(held, places, places + held.shape[1]), axis=-1)
+    keys, values = (mx.take(array[0, :, common:], order, axis=1).swapaxes(0, 1) for array in (keys, values))
+    seen = mx.take_along_axis(seen[0, 0, :, common:], order, axis=-1)[:, None, None]
+    for part in _over(queries.transpose(2, 1, 0, 3), keys, values, seen, sizes):
+        yield [array.transpose(2, 1, 0, 3) for array in part]
 
 
 def _in_tiles(queries: mx.array, groups: int, blocks: int) -> mx.array:
@@ -146,10 +150,11 @@ def _together(one: Sequence[mx.array], other: Sequence[mx.array]) -> list[mx.arr
     return [highest, *(mine * of_one + theirs * of_other for mine, theirs in zip(one[1:], other[1:], strict=True))]
 
 
-def _sinks(sinks: mx.array, groups: int, head_dim: int) -> list[mx.array]:
-    """What a score of each head (heads,) adds that belongs to no position, as `_tile` gives it."""
-    scores = mx.repeat(sinks.astype(mx.float32).reshape(groups, -1), _ROWS, axis=1)[None, :, :, None]
-    return [scores, mx.ones_like(scores), mx.zeros((*scores.shape[:-1], head_dim))]
+def _of_sinks(sinks: mx.array, queries: Sequence[int], value_dim: int) -> list[mx.array]:
+    """Scores of each head (heads,) that belong to no position, as a part for queries of this shape."""
+    batch, heads, rows, _ = queries
+    scores = mx.broadcast_to(sinks.astype(mx.float32)[None, :, None, None], (batch, heads, rows, 1))
+    return [scores, mx.ones_like(scores), mx.zeros((batch, heads, rows, value_dim))]
 
 
 def compare_attention(heads: int, groups: int, head_dim: int, value_dim: int) -> tuple[Agreement, float]:
@@ -166,7 +171,7 @@ def compare_attention(heads: int, groups: int, head_dim: int, value_dim: int) ->
     def moved(array: mx.array) -> mx.array:
         """The same with the rows of each block at other places."""
         by_row = array.reshape(count, -1, _ROWS, array.shape[-1])
-        return mx.roll(by_row, _MOVED, axis=2).reshape(array.shape)
+        return mx.concatenate([by_row[:, :, _MOVED:], by_row[:, :, :_MOVED]], axis=2).reshape(array.shape)
 
     def tiles(*arrays: mx.array) -> Sequence[mx.array]:
         return in_blocks(_tile, arrays, agreement.sizes)

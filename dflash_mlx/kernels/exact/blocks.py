@@ -32,7 +32,7 @@ def in_blocks(function: Function, arrays: Sequence[mx.array], sizes: Sequence[in
         found = function(*block)
         parts.append([array[:left] for array in found] if left < size else found)
         first += size
-    return parts[0] if len(parts) == 1 else [mx.concatenate(column) for column in zip(*parts, strict=True)]
+    return parts[0] if len(parts) == 1 else [mx.concatenate(list(column)) for column in zip(*parts, strict=True)]
 
 
 def _filled(array: mx.array, rows: int) -> mx.array:
@@ -70,9 +70,9 @@ def compare_sizes(function: Function, arrays: Sequence[mx.array], *, base: int =
 def _difference(function: Function, arrays: Sequence[mx.array], expected: Sequence[mx.array], size: int) -> float:
     """The most by which rows in blocks of a size differ from the expected ones."""
     rows = max(size, _COMPARED)
-    moved = [mx.roll(array[:rows], _MOVED, axis=0) for array in arrays]
-    found = in_blocks(function, moved, (size,))
-    wanted = [mx.roll(array[:rows], _MOVED, axis=0) for array in expected]
+    moved = mx.array([(row + _MOVED) % rows for row in range(rows)])
+    found = in_blocks(function, [array[moved] for array in arrays], (size,))
+    wanted = [array[moved] for array in expected]
     return max(largest_difference(*pair) for pair in zip(found, wanted, strict=True))
 
 

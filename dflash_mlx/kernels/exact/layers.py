@@ -63,7 +63,7 @@ def _multiply(layer: Any, rows: mx.array) -> list[mx.array]:
 
 def kind_of_product(layer: Any, dtype: mx.Dtype) -> tuple[Any, ...]:
     """What decides how MLX multiplies rows of a type by a layer's matrix, besides their number."""
-    weight, kind = layer["weight"], (layer["weight"].shape, layer["weight"].dtype, dtype)
+    kind = layer["weight"].shape, layer["weight"].dtype, dtype
     return kind if "scales" not in layer else (*kind, layer["scales"].dtype, layer.group_size, layer.bits, layer.mode)
 
 

@@ -1,4 +1,4 @@
-"""Making a whole target exact: what it computes with is found out, replaced where need be, and checked by running it."""
+"""Making a target exact: what it computes with is found out, replaced where need be, and checked by running it."""
 
 import io
 import re
