@@ -38,12 +38,12 @@ def set_exact(layer: nn.Module, sizes: tuple[int, ...]) -> None:
 def _multiply_in_blocks(layer: Any, x: mx.array) -> mx.array:
     """What a layer of one of these classes gives for x (..., K): (..., N)."""
     rows = x.reshape(-1, x.shape[-1])
-    (product,) = in_blocks(partial(_multiply, layer), [rows], layer.__dict__[_SIZES])
+    (product,) = in_blocks(lambda rows: multiply(layer, rows), [rows], layer.__dict__[_SIZES])
     product = product.reshape(*x.shape[:-1], product.shape[-1])
     return product + layer["bias"] if "bias" in layer else product
 
 
-def _multiply(layer: Any, rows: mx.array) -> list[mx.array]:
+def multiply(layer: Any, rows: mx.array) -> list[mx.array]:
     """A layer's product with rows (R, K), (R, N); its bias is left out."""
     if "scales" not in layer:
         return [rows @ layer["weight"].T]
@@ -85,7 +85,7 @@ def compare_products(layer: Any, dtype: mx.Dtype) -> Agreement:
     twin = copy.copy(layer)
     for name, array in parts.items():
         twin[name] = mx.tile(array, (-(-columns // len(array)), 1))[:columns]
-    return compare_sizes(partial(_multiply, twin), [rows.astype(dtype)])
+    return compare_sizes(partial(multiply, twin), [rows.astype(dtype)])
 
 
 def cancelling(rows: int, depth: int) -> tuple[mx.array, mx.array]:
