@@ -1,4 +1,4 @@
-"""Linear layers and output heads, plain or quantized, whose products are computed in blocks of fixed sizes."""
+"""Layers whose products are computed in blocks of fixed sizes: linear ones, output heads, experts; quantized, too."""
 
 import copy
 from functools import cache, partial
@@ -7,26 +7,23 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, compare_sizes, in_blocks
 
 _SIZES = "_dflash_exact_sizes"
 # Columns of the matrix by which sizes of blocks are compared that differ; the others repeat them.
 _SIGNS = 64
-
-
-# By the classes of layers that can be made exact, the method that multiplies.
+# By the classes of layers that can be made exact, the method that multiplies. Those with experts take indices, too.
 EXACT_KINDS: dict[type[nn.Module], str] = {
     nn.Linear: "__call__",
     nn.QuantizedLinear: "__call__",
     nn.Embedding: "as_linear",
     nn.QuantizedEmbedding: "as_linear",
+    SwitchLinear: "__call__",
+    QuantizedSwitchLinear: "__call__",
 }
-
-
-@cache
-def _exact(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Exact{kind.__name__}", (kind,), {EXACT_KINDS[kind]: _multiply_in_blocks})
+_WITH_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 
 def set_exact(layer: nn.Module, sizes: tuple[int, ...]) -> None:
@@ -35,41 +32,38 @@ def set_exact(layer: nn.Module, sizes: tuple[int, ...]) -> None:
     layer.__class__ = _exact(type(layer))
 
 
-def _multiply_in_blocks(layer: Any, x: mx.array) -> mx.array:
-    """What a layer of one of these classes gives for x (..., K): (..., N)."""
-    rows = x.reshape(-1, x.shape[-1])
-    (product,) = in_blocks(lambda rows: multiply(layer, rows), [rows], layer.__dict__[_SIZES])
-    product = product.reshape(*x.shape[:-1], product.shape[-1])
-    return product + layer["bias"] if "bias" in layer else product
+@cache
+def _exact(kind: type[nn.Module]) -> type[nn.Module]:
+    def product(self: Any, x: mx.array) -> mx.array:
+        """x (..., K) -> (..., N)."""
+        rows = x.reshape(-1, x.shape[-1])
+        (found,) = in_blocks(partial(_multiply, kind, self), [rows], self.__dict__[_SIZES])
+        return found.reshape(*x.shape[:-1], found.shape[-1])
+
+    def of_experts(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """x (..., 1, K), by the experts `indices` (...) -> (..., 1, N)."""
+        rows = mx.broadcast_to(x, (*indices.shape, *x.shape[-2:])).reshape(-1, 1, x.shape[-1])
+        (found,) = in_blocks(partial(_multiply, kind, self), [rows, indices.reshape(-1)], self.__dict__[_SIZES])
+        return found.reshape(*indices.shape, 1, found.shape[-1])
+
+    method = of_experts if kind in _WITH_EXPERTS else product
+    return type(f"Exact{kind.__name__}", (kind,), {EXACT_KINDS[kind]: method})
 
 
-def multiply(layer: Any, rows: mx.array) -> list[mx.array]:
-    """A layer's product with rows (R, K), (R, N); its bias is left out."""
-    if "scales" not in layer:
-        return [rows @ layer["weight"].T]
-    return [
-        mx.quantized_matmul(
-            rows,
-            layer["weight"],
-            scales=layer["scales"],
-            biases=layer.get("biases"),
-            transpose=True,
-            group_size=layer.group_size,
-            bits=layer.bits,
-            mode=layer.mode,
-        )
-    ]
+def _multiply(kind: type[nn.Module], layer: nn.Module, *arrays: mx.array) -> list[mx.array]:
+    """What a layer of a kind gives for rows (R, K), or for rows (R, 1, K) and the experts (R,) for them."""
+    return [getattr(kind, EXACT_KINDS[kind])(layer, *arrays)]
 
 
 def kind_of_product(layer: Any, dtype: mx.Dtype) -> tuple[Any, ...]:
     """What decides how MLX multiplies rows of a type by a layer's matrix, besides their number."""
-    kind = layer["weight"].shape, layer["weight"].dtype, dtype
+    kind = type(layer), layer["weight"].shape, layer["weight"].dtype, dtype, "bias" in layer
     return kind if "scales" not in layer else (*kind, layer["scales"].dtype, layer.group_size, layer.bits, layer.mode)
 
 
 def compare_products(layer: Any, dtype: mx.Dtype) -> Agreement:
     """Which sizes of blocks give the same rows of a type in products with a matrix like this layer's."""
-    columns, depth = layer["weight"].shape
+    *experts, columns, depth = layer["weight"].shape
     if "scales" in layer:
         depth = depth * 32 // layer.bits
     rows, signs = cancelling(max(SIZES), depth)
@@ -83,9 +77,15 @@ def compare_products(layer: Any, dtype: mx.Dtype) -> Agreement:
         )
         parts = dict(zip(("weight", "scales", "biases"), found, strict=False))
     twin = copy.copy(layer)
-    for name, array in parts.items():
-        twin[name] = mx.tile(array, (-(-columns // len(array)), 1))[:columns]
-    return compare_sizes(partial(multiply, twin), [rows.astype(dtype)])
+    for name, part in parts.items():
+        whole = mx.tile(part, (-(-columns // _SIGNS), 1))[:columns]
+        twin[name] = mx.contiguous(mx.broadcast_to(whole, (*experts, *whole.shape)))
+    if "bias" in layer:
+        twin["bias"] = mx.zeros_like(layer["bias"])
+    arrays = [rows.astype(dtype)]
+    if experts:
+        arrays = [arrays[0][:, None], mx.arange(len(rows)) % experts[0]]
+    return compare_sizes(partial(_multiply, type(layer), twin), arrays)
 
 
 def cancelling(rows: int, depth: int) -> tuple[mx.array, mx.array]:

@@ -11,9 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import ArraysCache
 
-from dflash_mlx.caches.rows import RowKVCache, Rows
+from dflash_mlx.caches.rows import RowKVCache, Rows, fits
 from dflash_mlx.caches.tree_rows import branched
+from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hooks import means, renamed, subclassed
 from dflash_mlx.kernels.attention import Mask
@@ -55,6 +57,8 @@ def make_exact(target: Target) -> str:
     for layer in _attention_layers(target.model):
         layer.__class__ = renamed(type(layer), NAME, attend)
     target.kernels = "exact"
+    if not target.takes_rows():
+        raise _refusal("code that answers one prompt at a time")
     for what, difference in differences(target).items():
         if difference != 0:
             raise _refusal(f"something that gives other numbers for {what} (they differ by up to {difference:.2g})")
@@ -79,8 +83,9 @@ def find_uses(target: Target) -> Uses:
 
     Raises UsageError with the name of what cannot be made exact.
     """
-    if not target.takes_rows() or Rows.blank(target.blank_caches, 1, 1).states:
-        raise _refusal("layers with another memory than keys and values, or caches that hold a single answer")
+    caches = target.make_cache()
+    if not fits(caches) or any(isinstance(leaf, ArraysCache) for leaf in leaves(caches)):
+        raise _refusal(f"another memory than keys and values ({', '.join(sorted({type(c).__name__ for c in caches}))})")
     uses, rows = Uses(), Rows.blank(target.blank_caches, 1, 2)
     layers = [layer for layer in target.model.modules() if type(layer) in EXACT_KINDS]
     attention = _noting_attention(uses)
@@ -104,10 +109,13 @@ def find_uses(target: Target) -> Uses:
 def _noting(kind: type[nn.Module]) -> type[nn.Module]:
     """A layer that notes the type of its rows in its `Uses`, and computes nothing."""
 
-    def product(self: Any, x: mx.array) -> mx.array:
+    def product(self: Any, x: mx.array, *indices: mx.array, **_: Any) -> mx.array:
         self.__dict__[_NOTES].layers[id(self)] = self, x.dtype
-        numbers = self["scales"] if "scales" in self else self["weight"]
-        return mx.broadcast_to(x[..., :1] + numbers[0, 0], (*x.shape[:-1], self["weight"].shape[0]))
+        numbers = x[..., :1] + (self["scales"] if "scales" in self else self["weight"]).flatten()[0]
+        # The experts' indices are computed, too, from something.
+        shape = (*indices[0].shape, 1) if indices else x.shape[:-1]
+        numbers = numbers + indices[0][..., None, None].astype(numbers.dtype) if indices else numbers
+        return mx.broadcast_to(numbers, (*shape, self["weight"].shape[-2]))
 
     return type(f"Noting{kind.__name__}", (kind,), {EXACT_KINDS[kind]: product})
 
