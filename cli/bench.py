@@ -243,6 +243,7 @@ def _facts(pair: "ModelPair", setting: "Setting", *, repeat: int, draft: bool) -
         "machine": machine_facts(os.cpu_count()),
         "pair": pair.name,
         "dtype": str(pair.dtype).removeprefix("mlx.core."),
+        "exact": pair.exact,
         "block_size": pair.block_size if draft else None,
         "params": asdict(setting.params),
         "repeat": repeat,

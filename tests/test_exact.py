@@ -22,24 +22,28 @@ from dflash_mlx.kernels.exact.model import make_exact
 from dflash_mlx.targets.target import Target
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-FEW = [("llama", "bfloat16"), ("qwen2", "float16"), ("qwen3", "4-bit"), ("gemma3", "bfloat16"), ("qwen3_moe", "4-bit")]
+FEW = [
+    ("llama", "bfloat16"),
+    ("qwen2", "float16"),
+    ("qwen3", "4-bit"),
+    ("gemma3", "bfloat16"),
+    ("qwen3_moe", "float32"),
+]
 MORE = [
     (family, kind)
-    for family in (*FAMILIES, "gemma3", "llama, sliding", "gemma4", "ministral3", "phi3", "qwen3_moe", "gpt_oss")
+    for family in (*FAMILIES, "gemma3", "llama, sliding", "gemma4", "ministral3", "phi3")
     for kind in (*DTYPES, "4-bit")
     if (family, kind) not in FEW
 ]
+# MLX multiplies by experts in float32 alone on a CPU.
+MORE += [("gpt_oss", "float32"), ("minimax", "float32")]
 
 
 def of_kind(target: Target, kind: str) -> Target:
     target.model.set_dtype(DTYPES.get(kind, mx.bfloat16))
     if kind == "4-bit":
-        nn.quantize(target.model, group_size=32, bits=4, class_predicate=_in_groups)
+        nn.quantize(target.model, group_size=32, bits=4)
     return target
-
-
-def _in_groups(_, layer) -> bool:
-    return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
 
 
 def exact_target(family: str, kind: str) -> Target:

@@ -24,7 +24,7 @@ Function = Callable[..., Sequence[mx.array]]
 def in_blocks(function: Function, arrays: Sequence[mx.array], sizes: Sequence[int]) -> Sequence[mx.array]:
     """What a function gives for all rows of the arrays (R, ...), called with blocks of these sizes (rising) alone."""
     count, first = int(arrays[0].shape[0]), 0
-    parts = []
+    arrays, parts = [in_order(array) for array in arrays], []
     while first < count:
         left = count - first
         size = next((size for size in sizes if size >= left), sizes[-1])
@@ -33,6 +33,14 @@ def in_blocks(function: Function, arrays: Sequence[mx.array], sizes: Sequence[in
         parts.append([array[:left] for array in found] if left < size else found)
         first += size
     return parts[0] if len(parts) == 1 else [mx.concatenate(list(column)) for column in zip(*parts, strict=True)]
+
+
+def in_order(array: mx.array) -> mx.array:
+    """The same numbers, row after row in memory: MLX chooses how to multiply by that, too.
+
+    Flattened, it loses the strides that it may have along axes of length 1.
+    """
+    return mx.contiguous(array).flatten().reshape(array.shape)
 
 
 def _filled(array: mx.array, rows: int) -> mx.array:

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, compare_sizes, in_blocks
+from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, compare_sizes, in_blocks, in_order
 
 _SIZES = "_dflash_exact_sizes"
 # Columns of the matrix by which sizes of blocks are compared that differ; the others repeat them.
@@ -23,11 +23,15 @@ EXACT_KINDS: dict[type[nn.Module], str] = {
     SwitchLinear: "__call__",
     QuantizedSwitchLinear: "__call__",
 }
+_MATRIX = ("weight", "scales", "biases")
 _WITH_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 
 def set_exact(layer: nn.Module, sizes: tuple[int, ...]) -> None:
     """Have a layer of one of these classes compute its products in blocks of these sizes."""
+    for name in _MATRIX:
+        if layer.get(name) is not None:
+            layer[name] = in_order(layer[name])
     object.__setattr__(layer, _SIZES, sizes)
     layer.__class__ = _exact(type(layer))
 
@@ -75,11 +79,11 @@ def compare_products(layer: Any, dtype: mx.Dtype) -> Agreement:
             bits=layer.bits,
             mode=layer.mode,
         )
-        parts = dict(zip(("weight", "scales", "biases"), found, strict=False))
+        parts = dict(zip(_MATRIX, found, strict=False))
     twin = copy.copy(layer)
     for name, part in parts.items():
         whole = mx.tile(part, (-(-columns // _SIGNS), 1))[:columns]
-        twin[name] = mx.contiguous(mx.broadcast_to(whole, (*experts, *whole.shape)))
+        twin[name] = in_order(mx.broadcast_to(whole, (*experts, *whole.shape)))
     if "bias" in layer:
         twin["bias"] = mx.zeros_like(layer["bias"])
     arrays = [rows.astype(dtype)]
@@ -101,5 +105,5 @@ def cancelling(rows: int, depth: int) -> tuple[mx.array, mx.array]:
     # An odd depth has a number without a partner, which is 0.
     lone = [(0, 0), (0, depth - 2 * half)]
     found = np.pad(np.hstack([numbers, -numbers]), lone), np.pad(np.hstack([signs, signs]), lone, constant_values=1)
-    whole, twice = (mx.array(array[:, places].astype(np.float32)) for array in found)
+    whole, twice = (mx.array(np.ascontiguousarray(array[:, places], dtype=np.float32)) for array in found)
     return whole, twice

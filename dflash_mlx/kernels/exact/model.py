@@ -52,6 +52,8 @@ def make_exact(target: Target) -> str:
         kind = kind_of_product(layer, dtype)
         if kind not in kinds:
             kinds[kind] = compare_products(layer, dtype)
+        if not kinds[kind].sizes:
+            raise _refusal(f"{type(layer).__name__}, which does not give the same numbers twice")
         set_exact(layer, kinds[kind].sizes)
     attend = attention_in(attention_sizes(uses))
     for layer in _attention_layers(target.model):
@@ -62,8 +64,10 @@ def make_exact(target: Target) -> str:
     for what, difference in differences(target).items():
         if difference != 0:
             raise _refusal(f"something that gives other numbers for {what} (they differ by up to {difference:.2g})")
-    blocks = sorted({agreement.sizes for agreement in kinds.values()})
-    return f"each token's numbers are the same in any pass (products of {' or '.join(map(str, blocks))} rows)"
+    return (
+        f"a token's logits are the same in any pass ({len(kinds)} kinds of products and {len(uses.attentions)} of "
+        "attention, computed in blocks)"
+    )
 
 
 def _refusal(what: str) -> UsageError:
