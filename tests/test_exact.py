@@ -36,7 +36,7 @@ MORE = [
     if (family, kind) not in FEW
 ]
 # MLX multiplies by experts in float32 alone on a CPU.
-MORE += [("gpt_oss", "float32"), ("minimax", "float32")]
+MORE += [("qwen3_moe", "float32"), ("minimax", "float32")]
 
 
 def of_kind(target: Target, kind: str) -> Target:
