@@ -1,18 +1,24 @@
 """The parts of exact decoding: blocks of rows, finding out which sizes agree, attention, and what is refused."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from kernels.cuda_on_cpu import CudaKernel, needs_compiler
 from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
-from tiny import tiny_target
+from tiny import FAMILIES, tiny_target
 from tiny_families import family_target, unavailable
 
 from dflash_mlx.errors import UsageError
+from dflash_mlx.kernels import few_rows_attention, few_rows_linear
+from dflash_mlx.kernels.exact import model
 from dflash_mlx.kernels.exact.attention import attention_in
 from dflash_mlx.kernels.exact.blocks import SIZES, compare_sizes, in_blocks
-from dflash_mlx.kernels.exact.layers import cancelling, compare_products
+from dflash_mlx.kernels.exact.layers import KernelLinear, cancelling, compare_products
 from dflash_mlx.kernels.exact.model import find_uses, make_exact
+from dflash_mlx.runtime import backend
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 16, 17, 31, 40])
@@ -125,6 +131,31 @@ def test_what_cannot_be_exact_is_named(family, name):
         pytest.skip(reason)
     with pytest.raises(UsageError, match=f"{name}.* Leave --exact out"):
         find_uses(family_target(family))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("family", "kernels"), [("qwen3", 2), ("llama, sliding", 1)])
+def test_cuda_kernels_for_few_rows_compute_each_row_alike(family, kernels, monkeypatch, tmp_path):
+    """They run on the CPU here. That for attention was not made for the heads of the second family."""
+    made = []
+
+    def make(**options):
+        made.append(options["name"])
+        return CudaKernel(tmp_path, **options)
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", make)
+    monkeypatch.setattr(model, "backend", lambda: replace(backend(), kind="cuda"))
+    for module in (few_rows_attention, few_rows_linear):
+        module._kernel.cache_clear()
+    try:
+        target = tiny_target(family) if family in FAMILIES else family_target(family)
+        target.model.set_dtype(mx.bfloat16)
+        make_exact(target)
+    finally:
+        for module in (few_rows_attention, few_rows_linear):
+            module._kernel.cache_clear()
+    assert len(made) == kernels
+    assert isinstance(target.model.layers[0].self_attn.q_proj, KernelLinear)
 
 
 def test_what_only_running_shows_is_refused(monkeypatch):

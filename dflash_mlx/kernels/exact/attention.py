@@ -4,6 +4,8 @@ Queries are computed in blocks of 16 rows and against 256 positions at a time, w
 parts are put together in the order of the positions (as in FlashAttention, arXiv 2205.14135). So every product has the
 same shape. Positions that a row does not see weigh exactly 0, so further ones change nothing. All is in float32.
 
+On CUDA the kernel for few rows takes less launches. What it gives a row does not depend on others either.
+
 Like the other ways to compute attention, it takes the place of mlx-lm's function in single layers (`hooks.renamed`).
 """
 
@@ -19,6 +21,7 @@ from dflash_mlx.caches.rows import RowKVCache, RowLengths
 from dflash_mlx.caches.trimming import newest
 from dflash_mlx.kernels.attention import Mask
 from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, compare_sizes, in_blocks, largest_difference
+from dflash_mlx.kernels.few_rows_attention import MOST_KEYS, compute, made_for
 
 NAME = "scaled_dot_product_attention"
 _ROWS, _POSITIONS = 16, 256
@@ -29,8 +32,11 @@ _NEVER = -1e30
 
 
 @cache
-def attention_in(sizes: tuple[int, ...]) -> Callable[..., mx.array]:
-    """mlx-lm's `scaled_dot_product_attention`, with so many blocks of rows at once (`compare_attention`)."""
+def attention_in(sizes: tuple[int, ...], *, kernel: bool = False) -> Callable[..., mx.array]:
+    """mlx-lm's `scaled_dot_product_attention`, with so many blocks of rows at once (`compare_attention`).
+
+    kernel: by the CUDA kernel for few rows, for heads that it was made for.
+    """
 
     def attend(
         queries: mx.array,
@@ -44,13 +50,18 @@ def attention_in(sizes: tuple[int, ...]) -> Callable[..., mx.array]:
         keys, values, start = _in_order(keys, values, cache, queries.shape[2])
         seen = as_array(mask, queries.shape[2], keys.shape[2])
         seen = mx.broadcast_to(seen, (queries.shape[0], 1, queries.shape[2], keys.shape[2]))
-        keys, values, seen = (_whole_parts(array, start, axis) for array, axis in ((keys, 2), (values, 2), (seen, 3)))
+        paths = cache.lengths if isinstance(cache, RowKVCache) and cache.lengths.tree is not None else None
+        if kernel and sinks is None and made_for(queries, keys, values):
+            return _by_kernel(queries, keys, values, seen, scale, start, paths)
+        before, after = start % _POSITIONS, -(start + keys.shape[2]) % _POSITIONS
+        keys, values, seen = _filled(keys, values, seen, before, after)
         scaled = queries.astype(mx.float32) * scale
         parts = [_of_sinks(sinks, queries.shape, values.shape[3])] if sinks is not None else []
-        if isinstance(cache, RowKVCache) and cache.lengths.tree is not None:
-            parts += _over_paths(scaled, keys, values, seen, cache.lengths, sizes)
-        else:
-            parts += _over(scaled, keys, values, seen, sizes)
+        parts += (
+            _over(scaled, keys, values, seen, sizes)
+            if paths is None
+            else _over_paths(scaled, keys, values, seen, paths, sizes)
+        )
         _, total, out = reduce(_together, parts)
         return (out / total).astype(queries.dtype)
 
@@ -77,13 +88,31 @@ def as_array(mask: Mask, rows: int, length: int) -> mx.array:
     return mask.reshape(-1, 1, *mask.shape[-2:])
 
 
-def _whole_parts(array: mx.array, start: int, axis: int) -> mx.array:
-    """An array whose first position is `start`, filled up so that it begins and ends at multiples of 256."""
-    before = start % _POSITIONS
-    after = -(before + array.shape[axis]) % _POSITIONS
-    widths = [(0, 0)] * array.ndim
-    widths[axis] = before, after
-    return mx.pad(array, widths) if before or after else array
+def _filled(
+    keys: mx.array, values: mx.array, seen: mx.array, before: int, after: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The same with further positions before and after, which no row sees."""
+    if before == after == 0:
+        return keys, values, seen
+    keys, values = (mx.pad(array, [(0, 0), (0, 0), (before, after), (0, 0)]) for array in (keys, values))
+    return keys, values, mx.pad(seen, [(0, 0), (0, 0), (0, 0), (before, after)])
+
+
+def _by_kernel(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    seen: mx.array,
+    scale: float,
+    start: int,
+    paths: RowLengths | None,
+) -> mx.array:
+    """Attention by the CUDA kernel, whose parts begin at multiples of `MOST_KEYS`."""
+    keys, values, seen = _filled(keys, values, seen, start % MOST_KEYS, 0)
+    if paths is None:
+        return compute(queries, keys, values, scale, seen)
+    queries, keys, values, seen = _along_paths(queries, keys, values, seen, paths, 0)
+    return compute(queries, keys, values, scale, seen).transpose(2, 1, 0, 3)
 
 
 def _over(
@@ -105,21 +134,29 @@ def _over(
 def _over_paths(
     queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, lengths: RowLengths, sizes: Sequence[int]
 ) -> Iterator[list[mx.array]]:
-    """The same for the rows of a tree, each of which has keys of its own in the end: those of its path, in its order.
+    """The same for the rows of a tree, which share the keys of whole parts that come before it."""
+    [length] = np.array(lengths.value).tolist()
+    common = length // _POSITIONS * _POSITIONS
+    yield from _over(queries, keys[:, :, :common], values[:, :, :common], seen[..., :common], sizes)
+    for part in _over(*_along_paths(queries, keys, values, seen, lengths, common), sizes):
+        yield [array.transpose(2, 1, 0, 3) for array in part]
+
+
+def _along_paths(
+    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, lengths: RowLengths, first: int
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """The rows of a tree as answers of one row each, with keys from the place `first` on: those of its path first.
 
     So a row's keys lie where they would if the answer had taken that path.
     """
     assert lengths.tree is not None
-    [length] = np.array(lengths.value).tolist()
-    common = length // _POSITIONS * _POSITIONS
-    yield from _over(queries, keys[:, :, :common], values[:, :, :common], seen[..., :common], sizes)
-    held = _whole_parts(lengths.tree[1], 0, axis=1)[:, common:]
+    tree = lengths.tree[1]
+    held = mx.pad(tree, [(0, 0), (0, keys.shape[2] - tree.shape[1])])[:, first:]
     places = mx.arange(held.shape[1])
     order = mx.argsort(mx.where(held, places, places + held.shape[1]), axis=-1)
-    keys, values = (mx.take(array[0, :, common:], order, axis=1).swapaxes(0, 1) for array in (keys, values))
-    seen = mx.take_along_axis(seen[0, 0, :, common:], order, axis=-1)[:, None, None]
-    for part in _over(queries.transpose(2, 1, 0, 3), keys, values, seen, sizes):
-        yield [array.transpose(2, 1, 0, 3) for array in part]
+    keys, values = (mx.take(array[0, :, first:], order, axis=1).swapaxes(0, 1) for array in (keys, values))
+    seen = mx.take_along_axis(seen[0, 0, :, first:], order, axis=-1)[:, None, None]
+    return queries.transpose(2, 1, 0, 3), keys, values, seen
 
 
 def _in_tiles(queries: mx.array, groups: int, blocks: int) -> mx.array:

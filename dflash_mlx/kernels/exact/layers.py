@@ -10,6 +10,7 @@ import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, compare_sizes, in_blocks, in_order
+from dflash_mlx.kernels.few_rows_linear import multiply
 
 _SIZES = "_dflash_exact_sizes"
 # Columns of the matrix by which sizes of blocks are compared that differ; the others repeat them.
@@ -25,6 +26,14 @@ EXACT_KINDS: dict[type[nn.Module], str] = {
 }
 _MATRIX = ("weight", "scales", "biases")
 _WITH_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+
+
+class KernelLinear(nn.Linear):
+    """A linear layer that multiplies any number of rows by the CUDA kernel for few, which computes each row alike."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        product = multiply(x, self["weight"])
+        return product + self["bias"] if "bias" in self else product
 
 
 def set_exact(layer: nn.Module, sizes: tuple[int, ...]) -> None:

@@ -21,8 +21,11 @@ from dflash_mlx.hooks import means, renamed, subclassed
 from dflash_mlx.kernels.attention import Mask
 from dflash_mlx.kernels.exact.attention import NAME, as_array, attention_in, compare_attention
 from dflash_mlx.kernels.exact.blocks import Agreement, largest_difference
-from dflash_mlx.kernels.exact.layers import EXACT_KINDS, compare_products, kind_of_product, set_exact
-from dflash_mlx.targets.target import Target
+from dflash_mlx.kernels.exact.layers import EXACT_KINDS, KernelLinear, compare_products, kind_of_product, set_exact
+from dflash_mlx.kernels.few_rows_attention import attention_works
+from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work
+from dflash_mlx.runtime import backend
+from dflash_mlx.targets.target import Target, activation_dtype
 
 # MLX's operations that add up numbers in an order that may depend on shapes, and kernels of which nothing is known.
 _IN_DOUBT = re.compile(r"(?i)matmul|mm$|conv|attention|kernel|cumsum|fft|hadamard")
@@ -48,14 +51,18 @@ def make_exact(target: Target) -> str:
     """
     uses = find_uses(target)
     kinds: dict[Any, Agreement] = {}
+    by_kernel = _layers_of_kernel(target, uses)
     for layer, dtype in uses.layers.values():
+        if id(layer) in by_kernel:
+            layer.__class__ = KernelLinear
+            continue
         kind = kind_of_product(layer, dtype)
         if kind not in kinds:
             kinds[kind] = compare_products(layer, dtype)
         if not kinds[kind].sizes:
             raise _refusal(f"{type(layer).__name__}, which does not give the same numbers twice")
         set_exact(layer, kinds[kind].sizes)
-    attend = attention_in(attention_sizes(uses))
+    attend = attention_in(attention_sizes(uses), kernel=_has_attention_kernel(target, uses))
     for layer in _attention_layers(target.model):
         layer.__class__ = renamed(type(layer), NAME, attend)
     target.kernels = "exact"
@@ -75,6 +82,22 @@ def _refusal(what: str) -> UsageError:
         f"--exact needs a target whose rows can be computed apart from each other, and this one has {what}. "
         "Leave --exact out; in float32 the answers are the same without it."
     )
+
+
+def _layers_of_kernel(target: Target, uses: Uses) -> set[int]:
+    """Ids of the layers whose rows the CUDA kernel for few rows multiplies, which takes fewer launches than blocks."""
+    if backend().kind != "cuda":
+        return set()
+    fitting = {id(layer) for layer in fitting_layers(target.model, without=[target.head_module])}
+    found = [(layer, dtype) for key, (layer, dtype) in uses.layers.items() if key in fitting]
+    works = {dtype: products_work(dtype) for _, dtype in found}
+    return {id(layer) for layer, dtype in found if works[dtype] and layer["weight"].dtype == dtype}
+
+
+def _has_attention_kernel(target: Target, uses: Uses) -> bool:
+    """Whether attention is computed by the CUDA kernel for few rows, where it was made for the heads."""
+    dtype = activation_dtype(target.model)
+    return backend().kind == "cuda" and all(attention_works(dtype, head_dim) for _, _, head_dim, _ in uses.attentions)
 
 
 def _attention_layers(model: nn.Module) -> list[nn.Module]:
