@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.rollback import Rollback, choose_rollback
-from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.targets.target import Target
 
 
@@ -33,12 +32,12 @@ class Session:
     """
 
     target: Target
-    drafter: DFlashDrafter | None
+    drafter: Drafter | None
     ends_with_answer: bool = False
     tokens: list[int] = field(default_factory=list)
     away: Away | None = None
     target_cache: list[Any] = field(init=False)
-    draft_cache: list[KVCache] = field(init=False)
+    draft_cache: list[Any] = field(init=False)
     rollback: Rollback = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,11 +55,10 @@ class Session:
         assert self.away is None
         fed = mx.array([tokens])
         with self.whole_or_reset(), self.rollback.feeding(self.target_cache, fed, revocable=False):
-            if self.drafter is None:
-                self.target.forward(fed, self.target_cache)
-            else:
-                _, features = self.target.forward_tapped(fed, self.target_cache, self.drafter.config.target_layer_ids)
-                self.drafter.extend_context(features, self.draft_cache)
+            model = self.target.pass_for(self.drafter.taps if self.drafter is not None else ())
+            _, features = model(fed, self.target_cache)
+            if self.drafter is not None:
+                self.drafter.read(self.target, fed, features, self.draft_cache)
             mx.eval([layer_cache.state for layer_cache in [*self.target_cache, *self.draft_cache]])
             self.rollback.commit(self.target_cache, fed=len(tokens), keep=len(tokens))
         self.tokens += tokens

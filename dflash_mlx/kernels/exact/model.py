@@ -44,11 +44,13 @@ class Uses:
     attentions: set[tuple[int, int, int, int]] = field(default_factory=set)
 
 
-def make_exact(target: Target) -> str:
+def make_exact(target: Target, *, report: Callable[[str, float | None], None] | None = None) -> str:
     """Have each row of a target's passes come out the same, bit for bit, whatever is computed with it.
 
     Returns what was found, in a line. Raises UsageError where the target computes in a way that cannot be made so.
     """
+    if report is not None:
+        report("looking for ways to compute each token alike", None)
     uses = find_uses(target)
     kinds: dict[Any, Agreement] = {}
     by_kernel = _layers_of_kernel(target, uses)
