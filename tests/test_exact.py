@@ -18,7 +18,10 @@ from tiny_families import family_target
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.tree_rows import branched
 from dflash_mlx.decoding import decode as one_answer
+from dflash_mlx.generation import generate, generate_many
 from dflash_mlx.kernels.exact.model import make_exact
+from dflash_mlx.pair import load_pair
+from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.target import Target
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -164,3 +167,17 @@ def test_uneven_products_change_ordinary_logits_and_no_exact_ones(monkeypatch):
     assert changed()
     make_exact(target)
     assert not changed()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_demo_pair_in_bfloat16():
+    """Drafted by itself, in chains, in trees and in a batch with others."""
+    pair = load_pair("demo", dtype="bfloat16", exact=True)
+    prompts, params = ["Name three colours.", "Count from 1 to 20."], SamplingParams(max_tokens=20, ignore_eos=True)
+    expected = [generate(pair, prompt, params, draft=False).token_ids for prompt in prompts]
+    ways = [{}, {"width": 15}, {"width": 20, "tree": True}]
+    for how in ways:
+        assert generate(pair, prompts[0], params, **how).token_ids == expected[0]
+    together = generate_many(pair, prompts, params, width=5)
+    assert [answer.token_ids for answer in together] == expected

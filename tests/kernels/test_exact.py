@@ -14,7 +14,7 @@ from tiny_families import family_target, unavailable
 from dflash_mlx.errors import UsageError
 from dflash_mlx.kernels import few_rows_attention, few_rows_linear
 from dflash_mlx.kernels.exact import model
-from dflash_mlx.kernels.exact.attention import attention_in
+from dflash_mlx.kernels.exact.attention import Blocks, attention_in
 from dflash_mlx.kernels.exact.blocks import SIZES, compare_sizes, in_blocks
 from dflash_mlx.kernels.exact.layers import KernelLinear, cancelling, compare_products
 from dflash_mlx.kernels.exact.model import find_uses, make_exact
@@ -94,8 +94,8 @@ def test_products_with_quantized_matrices_are_compared(bits):
         (2, 4, 1, 17, 20, "window"),
     ],
 )
-@pytest.mark.parametrize("sinks", [False, True])
-def test_attention_is_mlx_lms_up_to_rounding(batch, heads, kv_heads, rows, length, mask, sinks, dtype):
+@pytest.mark.parametrize(("sinks", "blocks"), [(False, 16), (True, 16), (False, 1)])
+def test_attention_is_mlx_lms_up_to_rounding(batch, heads, kv_heads, rows, length, mask, sinks, blocks, dtype):
     rng = np.random.default_rng(rows)
     queries, keys, values = (
         mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
@@ -110,7 +110,7 @@ def test_attention_is_mlx_lms_up_to_rounding(batch, heads, kv_heads, rows, lengt
         "mask": masks.get(mask, mask),
         "sinks": mx.array(rng.standard_normal(heads), dtype=dtype) if sinks else None,
     }
-    found = attention_in((1, 4))(queries, keys, values, **call)
+    found = attention_in(Blocks(blocks, (1, 4)))(queries, keys, values, **call)
     expected = scaled_dot_product_attention(*(a.astype(mx.float32) for a in (queries, keys, values)), **call)
     assert found.dtype == dtype
     assert mx.allclose(found, expected, rtol=0, atol=1e-5 if dtype == mx.float32 else 0.02)

@@ -1,8 +1,8 @@
 """Attention whose rows come out the same, bit for bit, whatever else is computed and however much room caches have.
 
-Queries are computed in blocks of 16 rows and against 256 positions at a time, which begin at multiples of 256; the
-parts are put together in the order of the positions (as in FlashAttention, arXiv 2205.14135). So every product has the
-same shape. Positions that a row does not see weigh exactly 0, so further ones change nothing. All is in float32.
+Queries are computed in blocks of up to 16 rows and against 256 positions at a time, which begin at multiples of 256.
+The parts are put together in the order of the positions (as in FlashAttention, arXiv 2205.14135). So every product has
+the same shape. Positions that a row does not see weigh exactly 0, so further ones change nothing. All is in float32.
 
 On CUDA the kernel for few rows takes less launches. What it gives a row does not depend on others either.
 
@@ -11,7 +11,7 @@ Like the other ways to compute attention, it takes the place of mlx-lm's functio
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -20,20 +20,27 @@ from mlx_lm.models.cache import RotatingKVCache
 from dflash_mlx.caches.rows import RowKVCache, RowLengths
 from dflash_mlx.caches.trimming import newest
 from dflash_mlx.kernels.attention import Mask
-from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, compare_sizes, in_blocks, largest_difference
+from dflash_mlx.kernels.exact.blocks import MOVED, SIZES, Agreement, compare_sizes, in_blocks, largest_difference
 from dflash_mlx.kernels.few_rows_attention import MOST_KEYS, compute, made_for
 
 NAME = "scaled_dot_product_attention"
-_ROWS, _POSITIONS = 16, 256
-# How far rows are moved to find out whether their place counts.
-_MOVED = 5
+_POSITIONS = 256
+# Rows of a block: the numbers that are tried. Of one row the place cannot count.
+ROWS = (16, 8, 4, 2, 1)
 # What a score that is masked becomes.
 _NEVER = -1e30
 
 
+class Blocks(NamedTuple):
+    """How many rows a block has, and how many blocks can be computed at once (`compare_attention`)."""
+
+    rows: int
+    at_once: tuple[int, ...]
+
+
 @cache
-def attention_in(sizes: tuple[int, ...], *, kernel: bool = False) -> Callable[..., mx.array]:
-    """mlx-lm's `scaled_dot_product_attention`, with so many blocks of rows at once (`compare_attention`).
+def attention_in(blocks: Blocks, *, kernel: bool = False) -> Callable[..., mx.array]:
+    """mlx-lm's `scaled_dot_product_attention` in such blocks.
 
     kernel: by the CUDA kernel for few rows, for heads that it was made for.
     """
@@ -58,9 +65,9 @@ def attention_in(sizes: tuple[int, ...], *, kernel: bool = False) -> Callable[..
         scaled = queries.astype(mx.float32) * scale
         parts = [_of_sinks(sinks, queries.shape, values.shape[3])] if sinks is not None else []
         parts += (
-            _over(scaled, keys, values, seen, sizes)
+            _over(scaled, keys, values, seen, blocks)
             if paths is None
-            else _over_paths(scaled, keys, values, seen, paths, sizes)
+            else _over_paths(scaled, keys, values, seen, paths, blocks)
         )
         _, total, out = reduce(_together, parts)
         return (out / total).astype(queries.dtype)
@@ -116,29 +123,30 @@ def _by_kernel(
 
 
 def _over(
-    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, sizes: Sequence[int]
+    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, blocks: Blocks
 ) -> Iterator[list[mx.array]]:
     """What `_tile` gives for each 256 of the positions, for queries (B, heads, L, head_dim), as (B, heads, L, ...)."""
     batch, heads, rows, _ = queries.shape
-    blocks = -(-rows // _ROWS)
-    tiles = _in_tiles(queries, keys.shape[1], blocks)
-    seen = mx.pad(seen, [(0, 0), (0, 0), (0, blocks * _ROWS - rows), (0, 0)]).reshape(batch * blocks, _ROWS, -1)
+    count = -(-rows // blocks.rows)
+    tiles = _in_tiles(queries, keys.shape[1], count, blocks.rows)
+    missing = count * blocks.rows - rows
+    seen = mx.pad(seen, [(0, 0), (0, 0), (0, missing), (0, 0)]).reshape(batch * count, blocks.rows, -1)
     for first in range(0, keys.shape[2], _POSITIONS):
         end = first + _POSITIONS
-        held = [mx.repeat(array[:, :, first:end].astype(mx.float32), blocks, axis=0) for array in (keys, values)]
-        part = in_blocks(_tile, [tiles, *held, seen[:, :, first:end]], sizes)
-        by_head = [array.reshape(batch, blocks, heads, _ROWS, -1).swapaxes(1, 2) for array in part]
-        yield [array.reshape(batch, heads, blocks * _ROWS, -1)[:, :, :rows] for array in by_head]
+        held = [mx.repeat(array[:, :, first:end].astype(mx.float32), count, axis=0) for array in (keys, values)]
+        part = in_blocks(_tile, [tiles, *held, seen[:, :, first:end]], blocks.at_once)
+        by_head = [array.reshape(batch, count, heads, blocks.rows, -1).swapaxes(1, 2) for array in part]
+        yield [array.reshape(batch, heads, count * blocks.rows, -1)[:, :, :rows] for array in by_head]
 
 
 def _over_paths(
-    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, lengths: RowLengths, sizes: Sequence[int]
+    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, lengths: RowLengths, blocks: Blocks
 ) -> Iterator[list[mx.array]]:
     """The same for the rows of a tree, which share the keys of whole parts that come before it."""
     [length] = np.array(lengths.value).tolist()
     common = length // _POSITIONS * _POSITIONS
-    yield from _over(queries, keys[:, :, :common], values[:, :, :common], seen[..., :common], sizes)
-    for part in _over(*_along_paths(queries, keys, values, seen, lengths, common), sizes):
+    yield from _over(queries, keys[:, :, :common], values[:, :, :common], seen[..., :common], blocks)
+    for part in _over(*_along_paths(queries, keys, values, seen, lengths, common), blocks):
         yield [array.transpose(2, 1, 0, 3) for array in part]
 
 
@@ -159,21 +167,21 @@ def _along_paths(
     return queries.transpose(2, 1, 0, 3), keys, values, seen
 
 
-def _in_tiles(queries: mx.array, groups: int, blocks: int) -> mx.array:
-    """(B, heads, L, head_dim) -> blocks of rows, (B * blocks, key heads, query heads of each * 16, head_dim)."""
-    batch, _, rows, head_dim = queries.shape
-    whole = mx.pad(queries, [(0, 0), (0, 0), (0, blocks * _ROWS - rows), (0, 0)])
-    by_block = whole.reshape(batch, groups, -1, blocks, _ROWS, head_dim).transpose(0, 3, 1, 2, 4, 5)
-    return by_block.reshape(batch * blocks, groups, -1, head_dim)
+def _in_tiles(queries: mx.array, groups: int, count: int, rows: int) -> mx.array:
+    """(B, heads, L, head_dim) -> blocks of rows, (B * count, key heads, query heads of each * rows, head_dim)."""
+    batch, _, given, head_dim = queries.shape
+    whole = mx.pad(queries, [(0, 0), (0, 0), (0, count * rows - given), (0, 0)])
+    by_block = whole.reshape(batch, groups, -1, count, rows, head_dim).transpose(0, 3, 1, 2, 4, 5)
+    return by_block.reshape(batch * count, groups, -1, head_dim)
 
 
 def _tile(queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array) -> list[mx.array]:
     """Blocks of rows over 256 positions: the highest score, the sum of the weights and the weighted sum of the values.
 
-    queries (T, key heads, G * 16, head_dim), keys and values (T, key heads, 256, head_dim), seen (T, 16, 256).
+    queries (T, key heads, G * rows, head_dim), keys and values (T, key heads, 256, head_dim), seen (T, rows, 256).
     """
     scores = queries @ keys.swapaxes(-1, -2)
-    by_row = scores.reshape(*scores.shape[:2], -1, _ROWS, _POSITIONS)
+    by_row = scores.reshape(*scores.shape[:2], -1, *seen.shape[1:])
     scores = mx.where(seen[:, None, None], by_row, _NEVER).reshape(scores.shape)
     highest = mx.max(scores, axis=-1, keepdims=True)
     weights = mx.exp(scores - highest)
@@ -194,25 +202,25 @@ def _of_sinks(sinks: mx.array, queries: Sequence[int], value_dim: int) -> list[m
     return [scores, mx.ones_like(scores), mx.zeros((batch, heads, rows, value_dim))]
 
 
-def compare_attention(heads: int, groups: int, head_dim: int, value_dim: int) -> tuple[Agreement, float]:
-    """How many blocks of rows can be computed at once, and the most by which rows differ at other places of a block."""
-    rng = np.random.default_rng(0)
-    count, rows = max(SIZES), heads // groups * _ROWS
+def compare_attention(heads: int, groups: int, head_dim: int, value_dim: int, *, rows: int) -> tuple[Agreement, float]:
+    """How many blocks of so many rows can be computed at once, and how much a row's place in its block changes."""
+    rng, count = np.random.default_rng(0), max(SIZES)
     queries, keys, values = (
         mx.array(rng.standard_normal((count, groups, *shape), dtype=np.float32))
-        for shape in ((rows, head_dim), (_POSITIONS, head_dim), (_POSITIONS, value_dim))
+        for shape in ((heads // groups * rows, head_dim), (_POSITIONS, head_dim), (_POSITIONS, value_dim))
     )
-    seen = mx.array(rng.random((count, _ROWS, _POSITIONS)) < 0.7)
+    seen = mx.array(rng.random((count, rows, _POSITIONS)) < 0.7)
     agreement = compare_sizes(_tile, [queries, keys, values, seen], base=1)
+    moved = mx.array([(row + MOVED) % rows for row in range(rows)])
 
-    def moved(array: mx.array) -> mx.array:
+    def elsewhere(array: mx.array) -> mx.array:
         """The same with the rows of each block at other places."""
-        by_row = array.reshape(count, -1, _ROWS, array.shape[-1])
-        return mx.concatenate([by_row[:, :, _MOVED:], by_row[:, :, :_MOVED]], axis=2).reshape(array.shape)
+        by_row = array.reshape(*array.shape[:-2], -1, rows, array.shape[-1])
+        return mx.take(by_row, moved, axis=-2).reshape(array.shape)
 
     def tiles(*arrays: mx.array) -> Sequence[mx.array]:
         return in_blocks(_tile, arrays, agreement.sizes)
 
-    expected = [moved(array) for array in tiles(queries, keys, values, seen)]
-    found = tiles(moved(queries), keys, values, moved(seen))
+    expected = [elsewhere(array) for array in tiles(queries, keys, values, seen)]
+    found = tiles(elsewhere(queries), keys, values, elsewhere(seen))
     return agreement, max(largest_difference(*pair) for pair in zip(found, expected, strict=True))

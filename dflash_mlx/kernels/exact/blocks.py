@@ -13,7 +13,7 @@ import mlx.core as mx
 # Rows in a block: the numbers that are tried.
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 # How far rows are moved to find out whether their place counts: no multiple of any tile's size.
-_MOVED = 5
+MOVED = 5
 # The fewest rows by which sizes are compared.
 _COMPARED = 4
 
@@ -78,7 +78,7 @@ def compare_sizes(function: Function, arrays: Sequence[mx.array], *, base: int =
 def _difference(function: Function, arrays: Sequence[mx.array], expected: Sequence[mx.array], size: int) -> float:
     """The most by which rows in blocks of a size differ from the expected ones."""
     rows = max(size, _COMPARED)
-    moved = mx.array([(row + _MOVED) % rows for row in range(rows)])
+    moved = mx.array([(row + MOVED) % rows for row in range(rows)])
     found = in_blocks(function, [array[moved] for array in arrays], (size,))
     wanted = [array[moved] for array in expected]
     return max(largest_difference(*pair) for pair in zip(found, wanted, strict=True))

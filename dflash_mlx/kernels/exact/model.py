@@ -19,8 +19,8 @@ from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hooks import means, renamed, subclassed
 from dflash_mlx.kernels.attention import Mask
-from dflash_mlx.kernels.exact.attention import NAME, as_array, attention_in, compare_attention
-from dflash_mlx.kernels.exact.blocks import Agreement, largest_difference
+from dflash_mlx.kernels.exact.attention import NAME, ROWS, Blocks, as_array, attention_in, compare_attention
+from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, largest_difference
 from dflash_mlx.kernels.exact.layers import EXACT_KINDS, KernelLinear, compare_products, kind_of_product, set_exact
 from dflash_mlx.kernels.few_rows_attention import attention_works
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work
@@ -64,7 +64,7 @@ def make_exact(target: Target, *, report: Callable[[str, float | None], None] | 
         if not kinds[kind].sizes:
             raise _refusal(f"{type(layer).__name__}, which does not give the same numbers twice")
         set_exact(layer, kinds[kind].sizes)
-    attend = attention_in(attention_sizes(uses), kernel=_has_attention_kernel(target, uses))
+    attend = attention_in(attention_blocks(uses), kernel=_has_attention_kernel(target, uses))
     for layer in _attention_layers(target.model):
         layer.__class__ = renamed(type(layer), NAME, attend)
     target.kernels = "exact"
@@ -171,15 +171,13 @@ def _noting_attention(uses: Uses) -> Callable[..., mx.array]:
     return attend
 
 
-def attention_sizes(uses: Uses) -> tuple[int, ...]:
-    """How many blocks of rows of all attentions can be computed at once. Raises UsageError."""
-    sizes: set[int] | None = None
-    for attention in uses.attentions:
-        agreement, difference = compare_attention(*attention)
-        if difference != 0:
-            raise _refusal(f"attention whose rows depend on their places (they differ by up to {difference:.2g})")
-        sizes = {*agreement.sizes} & (sizes or {*agreement.sizes})
-    return tuple(sorted(sizes or {1}))
+def attention_blocks(uses: Uses) -> Blocks:
+    """The largest blocks of rows whose places do not count in any of the attentions, and how many go at once."""
+    for rows in ROWS:
+        found = [compare_attention(*attention, rows=rows) for attention in uses.attentions]
+        if all(difference == 0 for _, difference in found):
+            return Blocks(rows, tuple(size for size in SIZES if all(size in one.sizes for one, _ in found)))
+    raise _refusal("attention that does not give the same numbers twice")
 
 
 def differences(target: Target) -> dict[str, float]:
