@@ -213,7 +213,7 @@ def load_pair(
     drafter = load(drafter_folder, choice.method, block_size=block_size, dtype=activations)
     if drafter is not None:
         check_shapes(target, drafter)
-    checks = [make_exact(target, report=report)] if exact else []
+    checks = [make_exact(target, kernels=kernels, report=report)] if exact else []
     notes = [] if exact else use_where_faster(target, drafter, kernels=kernels, report=report)
     pair = ModelPair(
         name=choice.label,

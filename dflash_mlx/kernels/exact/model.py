@@ -10,19 +10,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.caches.rows import RowKVCache, Rows, fits
 from dflash_mlx.caches.tree_rows import branched
 from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.errors import UsageError
-from dflash_mlx.hooks import means, renamed, subclassed
+from dflash_mlx.hooks import renamed, subclassed
 from dflash_mlx.kernels.attention import Mask
 from dflash_mlx.kernels.exact.attention import NAME, ROWS, Blocks, as_array, attention_in, compare_attention
 from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, largest_difference
 from dflash_mlx.kernels.exact.layers import EXACT_KINDS, KernelLinear, compare_products, kind_of_product, set_exact
-from dflash_mlx.kernels.few_rows_attention import attention_works
+from dflash_mlx.kernels.few_rows_attention import attention_layers, attention_works
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target, activation_dtype
@@ -44,16 +43,20 @@ class Uses:
     attentions: set[tuple[int, int, int, int]] = field(default_factory=set)
 
 
-def make_exact(target: Target, *, report: Callable[[str, float | None], None] | None = None) -> str:
+def make_exact(
+    target: Target, *, kernels: bool = True, report: Callable[[str, float | None], None] | None = None
+) -> str:
     """Have each row of a target's passes come out the same, bit for bit, whatever is computed with it.
 
-    Returns what was found, in a line. Raises UsageError where the target computes in a way that cannot be made so.
+    kernels=False leaves out the CUDA kernels for few rows. Returns what was found, in a line. Raises UsageError where
+    the target computes in a way that cannot be made so.
     """
     if report is not None:
         report("looking for ways to compute each token alike", None)
     uses = find_uses(target)
     kinds: dict[Any, Agreement] = {}
-    by_kernel = _layers_of_kernel(target, uses)
+    kernels = kernels and backend().kind == "cuda"
+    by_kernel = _layers_of_kernel(target, uses) if kernels else set[int]()
     for layer, dtype in uses.layers.values():
         if id(layer) in by_kernel:
             layer.__class__ = KernelLinear
@@ -64,8 +67,8 @@ def make_exact(target: Target, *, report: Callable[[str, float | None], None] | 
         if not kinds[kind].sizes:
             raise _refusal(f"{type(layer).__name__}, which does not give the same numbers twice")
         set_exact(layer, kinds[kind].sizes)
-    attend = attention_in(attention_blocks(uses), kernel=_has_attention_kernel(target, uses))
-    for layer in _attention_layers(target.model):
+    attend = attention_in(attention_blocks(uses), kernel=kernels and _attention_kernel_works(target, uses))
+    for layer in attention_layers(target.model):
         layer.__class__ = renamed(type(layer), NAME, attend)
     target.kernels = "exact"
     if not target.takes_rows():
@@ -88,23 +91,16 @@ def _refusal(what: str) -> UsageError:
 
 def _layers_of_kernel(target: Target, uses: Uses) -> set[int]:
     """Ids of the layers whose rows the CUDA kernel for few rows multiplies, which takes fewer launches than blocks."""
-    if backend().kind != "cuda":
-        return set()
     fitting = {id(layer) for layer in fitting_layers(target.model, without=[target.head_module])}
     found = [(layer, dtype) for key, (layer, dtype) in uses.layers.items() if key in fitting]
     works = {dtype: products_work(dtype) for _, dtype in found}
     return {id(layer) for layer, dtype in found if works[dtype] and layer["weight"].dtype == dtype}
 
 
-def _has_attention_kernel(target: Target, uses: Uses) -> bool:
-    """Whether attention is computed by the CUDA kernel for few rows, where it was made for the heads."""
+def _attention_kernel_works(target: Target, uses: Uses) -> bool:
+    """Whether the CUDA kernel for few rows computes attention right here, for heads that it was made for."""
     dtype = activation_dtype(target.model)
-    return backend().kind == "cuda" and all(attention_works(dtype, head_dim) for _, _, head_dim, _ in uses.attentions)
-
-
-def _attention_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model whose code calls mlx-lm's attention."""
-    return [layer for layer in model.modules() if means(type(layer), NAME, scaled_dot_product_attention)]
+    return all(attention_works(dtype, head_dim) for _, _, head_dim, _ in uses.attentions)
 
 
 def find_uses(target: Target) -> Uses:
@@ -121,7 +117,7 @@ def find_uses(target: Target) -> Uses:
     try:
         with (
             subclassed(layers, _noting, notes={_NOTES: [uses] * len(layers)}),
-            subclassed(_attention_layers(target.model), lambda kind: renamed(kind, NAME, attention)),
+            subclassed(attention_layers(target.model), lambda kind: renamed(kind, NAME, attention)),
         ):
             logits = target.forward(mx.zeros((1, 2), dtype=mx.int32), rows.layers)
     except NotImplementedError as error:
