@@ -33,13 +33,18 @@ FEW = [
     ("qwen3_moe", "float32"),
 ]
 MORE = [
-    (family, kind)
-    for family in (*FAMILIES, "gemma3", "llama, sliding", "gemma4", "ministral3", "phi3")
-    for kind in (*DTYPES, "4-bit")
-    if (family, kind) not in FEW
+    ("llama", "4-bit"),
+    ("llama", "float32"),
+    ("llama, sliding", "bfloat16"),
+    ("gemma3", "4-bit"),
+    ("gemma4", "float16"),
+    ("ministral3", "bfloat16"),
+    ("phi3", "bfloat16"),
+    ("muse_glimmer", "float16"),
+    # MLX multiplies by experts in float32 alone on a CPU.
+    ("qwen3_moe", "float32"),
+    ("minimax", "float32"),
 ]
-# MLX multiplies by experts in float32 alone on a CPU.
-MORE += [("qwen3_moe", "float32"), ("minimax", "float32")]
 
 
 def of_kind(target: Target, kind: str) -> Target:

@@ -10,7 +10,7 @@ Like the other ways to compute attention, it takes the place of mlx-lm's functio
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -131,10 +131,11 @@ def _over(
     tiles = _in_tiles(queries, keys.shape[1], count, blocks.rows)
     missing = count * blocks.rows - rows
     seen = mx.pad(seen, [(0, 0), (0, 0), (0, missing), (0, 0)]).reshape(batch * count, blocks.rows, -1)
+    answers = mx.repeat(mx.arange(batch), count)
     for first in range(0, keys.shape[2], _POSITIONS):
         end = first + _POSITIONS
-        held = [mx.repeat(array[:, :, first:end].astype(mx.float32), count, axis=0) for array in (keys, values)]
-        part = in_blocks(_tile, [tiles, *held, seen[:, :, first:end]], blocks.at_once)
+        tile = partial(_tile_of, keys[:, :, first:end], values[:, :, first:end])
+        part = in_blocks(tile, [answers, tiles, seen[:, :, first:end]], blocks.at_once)
         by_head = [array.reshape(batch, count, heads, blocks.rows, -1).swapaxes(1, 2) for array in part]
         yield [array.reshape(batch, heads, count * blocks.rows, -1)[:, :, :rows] for array in by_head]
 
@@ -173,6 +174,11 @@ def _in_tiles(queries: mx.array, groups: int, count: int, rows: int) -> mx.array
     whole = mx.pad(queries, [(0, 0), (0, 0), (0, count * rows - given), (0, 0)])
     by_block = whole.reshape(batch, groups, -1, count, rows, head_dim).transpose(0, 3, 1, 2, 4, 5)
     return by_block.reshape(batch * count, groups, -1, head_dim)
+
+
+def _tile_of(keys: mx.array, values: mx.array, answers: mx.array, queries: mx.array, seen: mx.array) -> list[mx.array]:
+    """`_tile` for blocks of rows of some answers (T,), with the keys and values of all."""
+    return _tile(queries, keys[answers].astype(mx.float32), values[answers].astype(mx.float32), seen)
 
 
 def _tile(queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array) -> list[mx.array]:
