@@ -120,6 +120,14 @@ NoKernels = Annotated[
         rich_help_panel=MODELS,
     ),
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Compute each token alike in any pass: slower, and with it drafting changes no token in any precision.",
+        rich_help_panel=MODELS,
+    ),
+]
 MaxTokens = Annotated[
     int,
     typer.Option(
@@ -257,6 +265,7 @@ class ModelChoice:
     dtype: DType = DType.auto
     can_be_plain: bool = True
     no_kernels: bool = False
+    exact: bool = False
 
     def open(self) -> "ModelPair":
         """Load it, with progress on stderr. Raises what `load_pair` raises."""
@@ -275,6 +284,7 @@ class ModelChoice:
                     dtype=self.dtype.value,
                     block_size=self.block_size,
                     kernels=not self.no_kernels,
+                    exact=self.exact,
                     report=progress.report,
                 )
             except DFlashError as error:

@@ -26,6 +26,7 @@ from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.naming import is_drafter
 from dflash_mlx.hub.registry import ModelSource, find_pair, pair_called, parse_source
 from dflash_mlx.hub.resolve import UnknownTargetError, pair_for_target
+from dflash_mlx.kernels.exact.model import make_exact
 from dflash_mlx.kernels.few_rows import use_where_faster
 from dflash_mlx.policy.costs import load_or_measure
 from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth
@@ -46,7 +47,8 @@ class ModelPair:
     """A loaded target, its tokenizer and, unless it decodes plainly, its drafter.
 
     `dtype` is that of the target's activations. `block_size` is the largest block of a round: an anchor and up to
-    block_size - 1 drafts. Use it from one thread at a time.
+    block_size - 1 drafts. exact: answers are the same with and without drafts, in any precision. Use it from one thread
+    at a time.
     """
 
     name: str
@@ -55,6 +57,7 @@ class ModelPair:
     tokenizer: TokenizerWrapper
     dtype: mx.Dtype
     block_size: int
+    exact: bool = False
     folders: tuple[Path, ...] = ()
     load_seconds: float = 0.0
     checks: list[str] = field(default_factory=list)
@@ -177,6 +180,7 @@ def load_pair(
     dtype: str = "auto",
     block_size: int | None = None,
     kernels: bool = True,
+    exact: bool = False,
     check: bool = True,
     report: Report | None = None,
 ) -> ModelPair:
@@ -185,8 +189,9 @@ def load_pair(
     method: how to draft, one of `drafters.methods.Method`; "auto" goes by the drafter's files, and without a drafter
     drafts from the text itself. draft=False, or the method "plain", loads the target alone. dtype: "auto" (float32 on
     a CPU, the model's own on a GPU), "float32", "bfloat16" or "float16". block_size: the largest block of a round, at
-    most the drafter's own. kernels=False computes with MLX's own operations alone. check=False skips the checks that
-    run the models. report(message, fraction done or None) follows progress. Downloads what is missing.
+    most the drafter's own. kernels=False computes with MLX's own operations alone. exact=True computes each token alike
+    in any pass, which is slower: answers are then the same with and without drafts in any precision. check=False skips
+    the checks that run the models. report(message, fraction done or None) follows progress. Downloads what is missing.
     Raises UsageError, DownloadError, CheckpointError and PairError.
     """
     started = time.perf_counter()
@@ -215,7 +220,8 @@ def load_pair(
     )
     if drafter is not None:
         check_shapes(target, drafter)
-    notes = use_where_faster(target, drafter, kernels=kernels, report=report)
+    checks = [make_exact(target, kernels=kernels, report=report)] if exact else []
+    notes = [] if exact else use_where_faster(target, drafter, kernels=kernels, report=report)
     pair = ModelPair(
         name=choice.label,
         target=target,
@@ -223,12 +229,14 @@ def load_pair(
         tokenizer=tokenizer,
         dtype=activations,
         block_size=_block_size(drafter, block_size),
+        exact=exact,
         folders=tuple(f for f in (target_folder, drafter_folder) if f),
+        checks=checks,
         warnings=[*([choice.warning] if choice.warning else []), *notes],
     )
     if check and drafter is not None:
         report("checking that target and drafter belong together", None)
-        pair.checks = check_pair(target, drafter, dtype=activations)
+        pair.checks += check_pair(target, drafter, dtype=activations)
         guesses = read_guesses(target, drafter, pair.encode_prompt(GUESS_TEXT))
         if guesses is not None:
             (pair.warnings if guesses.are_noise else pair.checks).append(guesses.report)
