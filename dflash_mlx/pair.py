@@ -204,13 +204,20 @@ def load_pair(
         raise CheckpointError(
             f"{target_folder} holds a drafter, and --model takes the model that answers. Give the target to --model."
         )
-    check_method(drafter_folder, choice.method, block_size=block_size)
+    chosen = check_method(drafter_folder, choice.method, block_size=block_size)
 
     report("loading the target", None)
     target, activations = load_target(target_folder, dtype=dtype)
     tokenizer = _load_tokenizer(target_folder)
     report("loading the drafter", None)
-    drafter = load(drafter_folder, choice.method, block_size=block_size, dtype=activations)
+    drafter = load(
+        drafter_folder,
+        chosen,
+        target=target,
+        target_folder=target_folder,
+        block_size=block_size,
+        dtype=activations,
+    )
     if drafter is not None:
         check_shapes(target, drafter)
     checks = [make_exact(target, kernels=kernels, report=report)] if exact else []
@@ -262,7 +269,7 @@ def _resolve(name: str | None, model: str | None, draft_model: str | None, metho
             "name either a pair or a model with its drafter, not both (--pair, or --model and --draft-model)."
         )
     drafts = method is Method.auto or method.has_drafter
-    if draft_model is not None and not drafts and method is not Method.plain:
+    if draft_model is not None and not method.takes_folder and method is not Method.plain:
         raise UsageError(f"--method {method.value} drafts without a drafter; leave --draft-model out.")
     if name is not None:
         spec = find_pair(name)
@@ -270,10 +277,10 @@ def _resolve(name: str | None, model: str | None, draft_model: str | None, metho
     if model is None:
         raise UsageError("say what to load: a pair (--pair demo) or a model (--model TARGET --draft-model DRAFTER).")
     target = _target_source(model)
+    if draft_model is not None and method.takes_folder:
+        return _Choice(model, target, parse_source(draft_model), method)
     if not drafts:
         return _Choice(model, target, None, method)
-    if draft_model is not None:
-        return _Choice(model, target, parse_source(draft_model), method)
     try:
         match = pair_for_target(model)
     except UnknownTargetError as error:
