@@ -186,12 +186,13 @@ def load_pair(
 ) -> ModelPair:
     """Load a known pair by `name`, or a target (`model`) and drafter (`draft_model`) by Hub id or folder.
 
-    method: how to draft, one of `drafters.methods.Method`; "auto" goes by the drafter's files, and without a drafter
-    drafts from the text itself. draft=False, or the method "plain", loads the target alone. dtype: "auto" (float32 on
-    a CPU, the model's own on a GPU), "float32", "bfloat16" or "float16". block_size: the largest block of a round, at
-    most the drafter's own. kernels=False computes with MLX's own operations alone. exact=True computes each token alike
-    in any pass, which is slower: answers are then the same with and without drafts in any precision. check=False skips
-    the checks that run the models. report(message, fraction done or None) follows progress. Downloads what is missing.
+    method: how to draft, one of `drafters.methods.Method`; "auto" goes by the drafter's files, and without a drafter it
+    takes the target's own head for multi-token prediction, else the text itself. draft=False, or the method "plain",
+    loads the target alone. dtype: "auto" (float32 on a CPU, the model's own on a GPU), "float32", "bfloat16" or
+    "float16". block_size: the largest block of a round, at most the drafter's own. kernels=False computes with MLX's
+    own operations alone. exact=True computes each token alike in any pass, which is slower: answers are then the same
+    with and without drafts in any precision. check=False skips the checks that run the models. report(message, fraction
+    done or None) follows progress. Downloads what is missing.
     Raises UsageError, DownloadError, CheckpointError and PairError.
     """
     started = time.perf_counter()
@@ -204,7 +205,7 @@ def load_pair(
         raise CheckpointError(
             f"{target_folder} holds a drafter, and --model takes the model that answers. Give the target to --model."
         )
-    chosen = check_method(drafter_folder, choice.method, block_size=block_size)
+    chosen = check_method(drafter_folder, choice.method, target_folder=target_folder, block_size=block_size)
 
     report("loading the target", None)
     target, activations = load_target(target_folder, dtype=dtype)
@@ -220,6 +221,8 @@ def load_pair(
     )
     if drafter is not None:
         check_shapes(target, drafter)
+    by_default = choice.method is Method.auto and chosen is Method.ngram
+    warning = _NO_DRAFTER.format(model=choice.label) if by_default else choice.warning
     checks = [make_exact(target, kernels=kernels, report=report)] if exact else []
     notes = [] if exact else use_where_faster(target, drafter, kernels=kernels, report=report)
     pair = ModelPair(
@@ -232,7 +235,7 @@ def load_pair(
         exact=exact,
         folders=tuple(f for f in (target_folder, drafter_folder) if f),
         checks=checks,
-        warnings=[*([choice.warning] if choice.warning else []), *notes],
+        warnings=[*([warning] if warning else []), *notes],
     )
     if check and drafter is not None:
         report("checking that target and drafter belong together", None)
@@ -286,7 +289,7 @@ def _resolve(name: str | None, model: str | None, draft_model: str | None, metho
     except UnknownTargetError as error:
         if method is not Method.auto:
             raise UsageError(f"{error} Give one with --draft-model, or run plainly with --no-draft.") from error
-        return _Choice(model, target, None, Method.ngram, _NO_DRAFTER.format(model=model))
+        return _Choice(model, target, None, method)
     return _Choice(model, target, match.pair.drafter, method, match.warning)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -220,11 +219,11 @@ def test_load_pair_needs_to_know_what(arguments, message, monkeypatch):
         load_pair(**arguments)
 
 
-def test_without_a_known_drafter_the_text_itself_is_drafted_from(monkeypatch):
+def test_without_a_known_drafter_the_text_itself_is_drafted_from(monkeypatch, tmp_path):
     target, taken = tiny_target("llama"), []
     monkeypatch.setattr("dflash_mlx.hub.resolve._remote_facts", lambda source: TargetFacts(source.repo))
-    monkeypatch.setattr(pair_module, "ensure_model", lambda source, report: taken.append(source.repo) or Path("none"))
-    monkeypatch.setattr(pair_module, "read_json", lambda path: {})
+    monkeypatch.setattr(pair_module, "ensure_model", lambda source, report: taken.append(source.repo) or tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(pair_module, "load_target", lambda folder, dtype: (target, mx.float32))
     monkeypatch.setattr(pair_module, "_load_tokenizer", lambda folder: make_pair().tokenizer)
     loaded = load_pair(model="no/such-target-known", check=False)

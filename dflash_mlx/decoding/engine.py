@@ -156,7 +156,7 @@ class Engine:
         if batch.state is not None and not current.absorbed:
             current.absorbed = True
             batch.state.extend(
-                verdict.fed, verdict.features, current.at, room=max(batch.bounds), all_kept=current.width == 0
+                verdict.fed, verdict.features, current.at, room=current.room, all_kept=current.width == 0
             )
 
     # Reading it.
@@ -279,7 +279,15 @@ class Engine:
         verdict = accept(rows, drafts, fed, logits, features, at=at, histories=histories, bits=bits)
         batch.move_on(verdict)
         mx.async_eval(verdict.arrays, [verdict.features] if verdict.features is not None else [])
-        return Round(rows, at, verdict, width, width if drafted is None else drafted, isinstance(drafts, DraftTree))
+        return Round(
+            rows,
+            at,
+            verdict,
+            width,
+            drafted=width if drafted is None else drafted,
+            room=max(batch.bounds),
+            is_tree=isinstance(drafts, DraftTree),
+        )
 
     def _limited(self, drafts: Drafts | None) -> tuple[Drafts | None, dict[int, Bits]]:
         """Drafts cut where a lane's guide does not allow them, and which tokens it allows."""

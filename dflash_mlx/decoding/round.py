@@ -12,7 +12,8 @@ from dflash_mlx.decoding.steps import Drafts, Verdict
 class Round:
     """A launched round: the lanes of its rows, the positions `at` (B,) of their anchors, the verdict on its drafts.
 
-    drafted: places that were drafted for it. absorbed: the drafter has its features.
+    drafted: places that were drafted for it. room: no row has more positions after it, rejected drafts included.
+    absorbed: the drafter has its features.
     """
 
     lanes: list[Lane | None]
@@ -20,6 +21,7 @@ class Round:
     verdict: Verdict
     width: int
     drafted: int
+    room: int
     is_tree: bool
     absorbed: bool = False
 

@@ -28,8 +28,8 @@ _PLACES = {
 }
 
 
-def check(folder: Path | None, method: Method, *, block_size: int | None) -> Method:
-    """Which method a drafter's folder, or none, means, where `method` is what was asked for.
+def check(folder: Path | None, method: Method, *, target_folder: Path, block_size: int | None) -> Method:
+    """Which method a drafter's folder, or none, means for a target, where `method` is what was asked for.
 
     Refuses what cannot be used, before the target is loaded, which may take minutes. block_size: the largest block of a
     round, None for the drafter's own. Raises CheckpointError and UsageError.
@@ -48,6 +48,8 @@ def check(folder: Path | None, method: Method, *, block_size: int | None) -> Met
             parse_draft_config(raw)
         elif found is Method.eagle3:
             parse_eagle3_config(raw)
+    elif method is Method.auto:
+        method = Method.mtp if mtp.brings_head(target_folder) else Method.ngram
     most = _PLACES[method][1] if method in _PLACES else None
     if block_size is not None and most is not None and not 2 <= block_size <= most + 1:
         raise UsageError(f"block size should be from 2 to {most + 1} for {method.value}; got {block_size}.")

@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class Method(str, Enum):
-    """How tokens are drafted. auto: as the drafter's files say; without a drafter, from the text itself."""
+    """How tokens are drafted. auto: as the drafter says; without one, by the target's own head or from the text."""
 
     auto = "auto"
     dflash = "dflash"

@@ -20,6 +20,7 @@ from dflash_mlx.drafters.contract import DraftVocabulary
 from dflash_mlx.drafters.stepwise import StepwiseDrafter
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub.folder import read_json
+from dflash_mlx.hub.naming import families_of
 from dflash_mlx.targets.target import Target
 
 # It was trained to see one token further, and what it says gets worse with each of its own.
@@ -27,6 +28,7 @@ PLACES, MOST_PLACES = 3, 15
 # The model files of mlx-lm whose targets have such a head.
 _FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _NAME = re.compile(r"(?:^|\.)mtp\.(.+)$")
+_FURTHER_LAYER = re.compile(r"layers\.[1-9]")
 _EXPERT = re.compile(r"(.+\.mlp)\.experts\.(\d+)\.(\w+_proj)\.weight$")
 
 
@@ -116,7 +118,7 @@ def load_mtp(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLA
             f"the safetensors files in {folder} have no tensors mtp.*: conversions of models often leave them out. "
             "Name a folder that has them with --draft-model, choose another drafter, or run with --no-draft."
         )
-    further = sorted({name for name in weights if re.match(r"layers\.[1-9]", name)})
+    further = sorted({name for name in weights if _FURTHER_LAYER.match(name)})
     if further:
         raise CheckpointError(
             f"the head in {folder} has more than one layer (mtp.{further[0]}), for which there is no code. Choose "
@@ -129,6 +131,13 @@ def load_mtp(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLA
     network = MTPNetwork(target.hidden_size, text.args.rms_norm_eps, layer)
     quantization = read_json(folder / "config.json").get("quantization")
     return MTPDrafter(filled(network, weights, folder, quantization=quantization, dtype=dtype), target, places=places)
+
+
+def brings_head(folder: Path) -> bool:
+    """Whether a target's folder has a head that can be read here. Raises CheckpointError."""
+    known = set(families_of(read_json(folder / "config.json"))) & set(_FAMILIES)
+    head = read_head(folder) if known else {}
+    return bool(head) and not any(_FURTHER_LAYER.match(name) for name in head)
 
 
 def read_head(folder: Path) -> Weights:

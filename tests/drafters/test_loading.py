@@ -1,6 +1,7 @@
 """From a method and a folder to a drafter: pairs of every kind, loaded as users load them, and what does not fit."""
 
 import json
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -20,6 +21,8 @@ from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.generation import generate
 from dflash_mlx.pair import load_pair
 from dflash_mlx.sampling import SamplingParams
+
+NONE = Path("none")
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +93,8 @@ def test_the_targets_own_head(tmp_path):
         load_pair(model=folder, method="mtp")
     (tmp_path / "head" / "model.safetensors").rename(tmp_path / "target" / "mtp.safetensors")
     assert load_pair(model=folder, method="mtp", dtype="float32", block_size=3).drafter.places == 2
+    # Without a drafter by name it is the head that is taken.
+    assert load_pair(model=folder, dtype="float32").method == "mtp"
 
 
 @pytest.mark.parametrize(
@@ -105,12 +110,12 @@ def test_the_targets_own_head(tmp_path):
 )
 def test_a_folder_says_how_to_draft_with_it(raw, method, tmp_path):
     folder = config_of(tmp_path, raw)
-    assert check(folder, Method.auto, block_size=None) is method
-    assert check(folder, method, block_size=3) is method
-    assert check(folder, Method.mtp, block_size=3) is Method.mtp
+    assert check(folder, Method.auto, target_folder=NONE, block_size=None) is method
+    assert check(folder, method, target_folder=NONE, block_size=3) is method
+    assert check(folder, Method.mtp, target_folder=NONE, block_size=3) is Method.mtp
     other = Method.dflash if method is not Method.dflash else Method.eagle3
     with pytest.raises(UsageError, match=f"--method {other.value} was asked for, and .* is one for {method.value}"):
-        check(folder, other, block_size=None)
+        check(folder, other, target_folder=NONE, block_size=None)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def test_a_folder_says_how_to_draft_with_it(raw, method, tmp_path):
 )
 def test_what_cannot_be_used_is_refused_before_the_target_is_loaded(raw, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
-        check(config_of(tmp_path, raw), Method.auto, block_size=None)
+        check(config_of(tmp_path, raw), Method.auto, target_folder=NONE, block_size=None)
 
 
 @pytest.mark.parametrize(
@@ -142,5 +147,5 @@ def test_what_cannot_be_used_is_refused_before_the_target_is_loaded(raw, message
 def test_block_sizes(raw, method, block_size, tmp_path):
     folder = config_of(tmp_path, raw)
     with pytest.raises(UsageError, match=f"block size should be from 2 to 16 for .*; got {block_size}"):
-        check(folder, method, block_size=block_size)
-    assert check(folder, method, block_size=16)
+        check(folder, method, target_folder=NONE, block_size=block_size)
+    assert check(folder, method, target_folder=NONE, block_size=16)

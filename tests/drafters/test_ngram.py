@@ -147,6 +147,18 @@ def test_drafts_are_kept_where_an_answer_repeats_itself():
     assert len(steps) < 100
 
 
+def test_what_a_round_fed_fits_the_room_that_is_told(monkeypatch):
+    """Rejected drafts, too: a drafter beside it writes them all, and nothing checks on the device whether they fit."""
+    rooms = []
+
+    def extend(self, tokens, features, at, *, room, all_kept):
+        rooms.append(room - int(at.max().item()) - tokens.shape[1])
+
+    monkeypatch.setattr(NgramState, "extend", extend)
+    drafted_tokens(tiny_target("llama"), NgramDrafter(5, always=True), [1, 2, 3], 20, FixedWidth(5))
+    assert min(rooms) == 0
+
+
 def test_lanes_draft_from_their_own_texts():
     target, drafter = circling(), NgramDrafter(4)
     running, found = Engine(target, drafter, policy=FixedGroup(4, reads_confidence=True)), {}
