@@ -30,6 +30,7 @@ from dflash_mlx.cli import (
 )
 from dflash_mlx.cli.output import styled
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.ranks import started_together
 
 INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 READER_GONE = 128 + 13  # as a shell reports SIGPIPE
@@ -130,6 +131,10 @@ def main(argv: list[str] | None = None) -> int:
     if not debug:
         _quiet_libraries()
     try:
+        if started_together():
+            from dflash_mlx.targets.machines import other_machines
+
+            other_machines()  # of all ranks, only rank 0 goes on
         code = typer.main.get_command(app).main(args=arguments, prog_name="dflash-mlx", standalone_mode=False)
         sys.stdout.flush()
         if code == INTERRUPTED:  # Ctrl-C outside a command: while options were read, or after its end

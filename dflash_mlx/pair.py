@@ -31,7 +31,9 @@ from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth
 from dflash_mlx.policy.group_costs import load_or_measure_group
 from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, choose_policy
 from dflash_mlx.policy.width import FixedWidth
-from dflash_mlx.targets.target import Target, load_target
+from dflash_mlx.targets.loading import load_target
+from dflash_mlx.targets.machines import other_machines
+from dflash_mlx.targets.target import Target
 
 Report = Callable[[str, float | None], None]
 
@@ -185,15 +187,21 @@ def load_pair(
         # A drafter that cannot be used is refused before the target, which may take minutes to load.
         parse_draft_config(read_json(drafter_folder / "config.json"))
 
-    report("loading the target", None)
-    target, activations = load_target(target_folder, dtype=dtype)
+    machines = other_machines()
+    if machines is None:
+        report("loading the target", None)
+        target, activations = load_target(target_folder, dtype=dtype)
+    else:
+        report(f"loading the target, divided among {machines.group.size} machines", None)
+        target, activations = machines.load_target(target_source, dtype=dtype)
     tokenizer = _load_tokenizer(target_folder)
     drafter = None
     if drafter_folder is not None:
         report("loading the drafter", None)
         drafter = load_drafter(drafter_folder, dtype=activations)
         check_shapes(target, drafter)
-    notes = use_where_faster(target, drafter, kernels=kernels, report=report)
+    # The kernels are made for whole layers, and races run the model by itself.
+    notes = use_where_faster(target, drafter, kernels=kernels, report=report) if machines is None else []
     pair = ModelPair(
         name=label,
         target=target,
@@ -210,6 +218,7 @@ def load_pair(
         guesses = read_guesses(target, drafter, pair.encode_prompt(GUESS_TEXT))
         if guesses is not None:
             (pair.warnings if guesses.are_noise else pair.checks).append(guesses.report)
+    target.drain()
     pair.load_seconds = time.perf_counter() - started
     return pair
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from dflash_mlx.caches.rollback import Rollback, choose_rollback
+from dflash_mlx.caches.own import OwnCaches
+from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.targets.target import Target
 
@@ -19,8 +20,8 @@ class Away(Protocol):
     def bring_home(self, session: "Session") -> None:
         """Give the caches back as they are after the last committed token, and forget the answer."""
 
-    def layers_of(self, session: "Session") -> tuple[int, list[Any], list[Any]]:
-        """The session's row, and the layers of the target's and of the drafter's caches that hold it."""
+    def layers_of(self, session: "Session") -> tuple[int, OwnCaches | BatchCaches, list[Any]]:
+        """The session's row, the target's caches that hold it, and the layers of the drafter's."""
 
 
 @dataclass
@@ -37,9 +38,8 @@ class Session:
     ends_with_answer: bool = False
     tokens: list[int] = field(default_factory=list)
     away: Away | None = None
-    target_cache: list[Any] = field(init=False)
+    target_cache: OwnCaches = field(init=False)
     draft_cache: list[KVCache] = field(init=False)
-    rollback: Rollback = field(init=False)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -49,27 +49,22 @@ class Session:
         self.tokens, self.away = [], None
         self.target_cache = self.target.make_cache()
         self.draft_cache = self.drafter.make_cache() if self.drafter else []
-        self.rollback = choose_rollback(self.target_cache, self.target.layers, self.target.forward)
 
     def feed(self, tokens: list[int]) -> None:
         """Read the next tokens of a prompt, into both caches; vocabulary logits are never computed."""
         assert self.away is None
-        fed = mx.array([tokens])
-        with self.whole_or_reset(), self.rollback.feeding(self.target_cache, fed, revocable=False):
-            if self.drafter is None:
-                self.target.forward(fed, self.target_cache)
-            else:
-                _, features = self.target.forward_tapped(fed, self.target_cache, self.drafter.config.target_layer_ids)
+        taps = self.drafter.config.target_layer_ids if self.drafter is not None else ()
+        with self.whole_or_reset():
+            features = self.target.read(mx.array([tokens]), self.target_cache, taps)
+            if self.drafter is not None and features is not None:
                 self.drafter.extend_context(features, self.draft_cache)
             mx.eval([layer_cache.state for layer_cache in [*self.target_cache, *self.draft_cache]])
-            self.rollback.commit(self.target_cache, fed=len(tokens), keep=len(tokens))
         self.tokens += tokens
 
     def fill_empty(self) -> None:
         """Give caches that hold nothing their buffers, which only the model knows the shapes of."""
         if not self.tokens:
             self.target_cache = self.target.blank_cache()
-            self.rollback = choose_rollback(self.target_cache, self.target.layers, self.target.forward)
 
     @contextmanager
     def whole_or_reset(self) -> Iterator[None]:
@@ -92,7 +87,7 @@ class Session:
         count = len(self.tokens) - length
         if count <= 0:
             return
-        if not self.rollback.trim(self.target_cache, count):
+        if not self.target_cache.trim(count):
             self.reset()
             return
         del self.tokens[length:]
