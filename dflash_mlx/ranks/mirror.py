@@ -32,6 +32,8 @@ from dflash_mlx.ranks.group import Group, GroupError
 P = ParamSpec("P")
 R = TypeVar("R")
 _METHODS: dict[str, Callable[..., Any]] = {}
+# Of the arrays that calls take.
+_DTYPES = {str(dtype): dtype for dtype in (mx.bool_, mx.int32, mx.uint32)}
 _LEADER = "_dflash_leader"
 
 
@@ -74,7 +76,7 @@ class Leader:
         self._last, self._dropped = -1, list[int]()
         # Held during a call, in which further ones are made directly.
         self._calls, self._inside = threading.RLock(), False
-        self._broken = False
+        self._error: Exception | None = None
         self._own(root)
 
     @property
@@ -85,8 +87,10 @@ class Leader:
         with self._calls:
             if self._inside:
                 return _METHODS[name](*args, **kwargs)
-            if self._broken:
-                raise GroupError("the machines are out of step after an error. Start them again.")
+            if self._error is not None:
+                raise GroupError(
+                    f"the machines are out of step after an error ({self._error}). Start them again."
+                ) from self._error
             with _uninterrupted():
                 return self._send_and_run(name, args, kwargs)
 
@@ -101,13 +105,14 @@ class Leader:
             "dropped": dropped,
         }
         self.group.send(message)
-        # Lifted only where the call is complete.
-        self._inside = self._broken = True
+        self._inside = True
         try:
             result, made = run(self.group, message, self._objects.__getitem__, arrays)
             for new in made:
                 self._own(new)
-            self._broken = False
+        except Exception as error:
+            self._error = error
+            raise
         finally:
             self._inside = False
         return result
@@ -175,9 +180,9 @@ def _shared(group: Group, shapes: list[list[int]], arrays: Sequence[mx.array] | 
 def _encoded(value: Any, arrays: list[mx.array]) -> Any:
     """A value as JSON; arrays are put aside, into `arrays`."""
     if isinstance(value, mx.array):
-        assert mx.issubdtype(value.dtype, mx.integer) or value.dtype == mx.bool_
+        assert str(value.dtype) in _DTYPES, f"cannot send {value.dtype}"
         arrays.append(value)
-        return {"array": len(arrays) - 1, "dtype": str(value.dtype).rpartition(".")[2]}
+        return {"array": len(arrays) - 1, "dtype": str(value.dtype)}
     if isinstance(value, Mirrored):
         assert value.number is not None, f"a {type(value).__name__} that the other ranks do not have"
         return {"object": value.number}
@@ -191,7 +196,7 @@ def _decoded(value: Any, find: Callable[[int], Mirrored], arrays: Sequence[mx.ar
     if not isinstance(value, dict):
         return value
     if "array" in value:
-        return arrays[value["array"]].astype(getattr(mx, value["dtype"]))
+        return arrays[value["array"]].astype(_DTYPES[value["dtype"]])
     if "object" in value:
         return find(value["object"])
     return [_decoded(item, find, arrays) for item in value["list"]]
