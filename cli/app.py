@@ -21,6 +21,7 @@ from dflash_mlx.cli import (
     default,
     doctor,
     generate,
+    launch,
     models,
     parity,
     pull,
@@ -95,6 +96,7 @@ app.add_typer(cache.cache_app, name="cache", epilog=cache.EXAMPLES)
 _add("quantize", quantize.quantize_command, quantize.EXAMPLES)
 _add("parity", parity.parity_command, parity.EXAMPLES)
 _add("train", train.train_command, train.EXAMPLES)
+_add("launch", launch.launch_command, launch.EXAMPLES)
 _add("convert", convert.convert_command, convert.EXAMPLES)
 _add("doctor", doctor.doctor_command, doctor.EXAMPLES)
 
@@ -146,6 +148,11 @@ def main(argv: list[str] | None = None) -> int:
         _say("stopped.", "dim")
         return INTERRUPTED
     except Exception as error:
+        if started_together():
+            from dflash_mlx.ranks.group import join_group
+
+            if (group := join_group()) is not None:
+                group.explain(error)
         if debug:
             traceback.print_exc()
         message, code = explain(error)

@@ -33,7 +33,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _METHODS: dict[str, Callable[..., Any]] = {}
 # Of the arrays that calls take.
-_DTYPES = {str(dtype): dtype for dtype in (mx.bool_, mx.int32, mx.uint32)}
+_DTYPES = {str(dtype): dtype for dtype in (mx.bool_, mx.int32, mx.int64, mx.uint32)}
 _LEADER = "_dflash_leader"
 
 
@@ -213,7 +213,7 @@ def _guarded(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not self.__dict__[_LEADER].is_calling:
             raise UsageError(
-                "this needs a model on one machine, such as mlx-lm's own decoding; start it without mlx.launch."
+                "mlx-lm's own decoding needs the whole model on one machine; start this command there, without launch."
             )
         return kind.__call__(self, *args, **kwargs)
 

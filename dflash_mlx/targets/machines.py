@@ -1,7 +1,10 @@
 """Where a target is loaded: on this machine, or a share of it on each machine of a group."""
 
 import json
+import signal
 import sys
+import threading
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cache
 
@@ -14,13 +17,14 @@ from dflash_mlx.ranks.group import Group, join_group
 from dflash_mlx.ranks.mirror import Leader, Mirrored, follow, guard, mirrored
 from dflash_mlx.targets.loading import load_target
 from dflash_mlx.targets.target import Target
+from dflash_mlx.wired import wired
 
 
 class Machines(Mirrored):
     """All machines of a group: what rank 0 and the others begin with."""
 
     def __init__(self, group: Group) -> None:
-        self.group = group
+        self.group, self._held = group, ExitStack()
         if group.rank == 0:
             Leader(group, self)
 
@@ -36,7 +40,10 @@ class Machines(Mirrored):
     @mirrored
     def _load(self, source: str, dtype: str) -> tuple[Target, mx.Dtype]:
         folder = ensure_model(ModelSource(**json.loads(source)))
-        return load_target(folder, dtype=dtype, group=self.group)
+        target, activations = load_target(folder, dtype=dtype, group=self.group)
+        if self.group.rank > 0:
+            self._held.enter_context(wired(target.model))
+        return target, activations
 
 
 @cache
@@ -50,6 +57,8 @@ def other_machines() -> Machines | None:
         return None
     machines = Machines(group)
     if group.rank > 0:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's
         print(f"rank {group.rank} of {group.size} computes for rank 0.", file=sys.stderr, flush=True)
         follow(group, machines)
     return machines
