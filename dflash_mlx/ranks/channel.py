@@ -73,6 +73,8 @@ class Channel:
             self._lose("it ended")
         except TimeoutError:
             self._lose(f"nothing was heard of it for {SILENCE:.0f} seconds")
+        except ConnectionError:
+            self._lose("it ended")
         except (OSError, ValueError) as error:
             self._lose(str(error))
 

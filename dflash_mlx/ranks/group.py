@@ -113,7 +113,7 @@ class Group:
 
     def explain(self, error: Exception) -> None:
         """Wait whether another rank's end explains an error of MLX's; if it does, this process ends here."""
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError | GroupError):
             time.sleep(_SECOND_THOUGHTS)
 
     def _end_with_rank_0(self, message: dict[str, Any]) -> None:

@@ -19,25 +19,8 @@ from dflash_mlx.caches.target_caches import BatchCaches, SingleCaches
 from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.errors import PairError
 from dflash_mlx.ranks.mirror import Mirrored, mirrored
+from dflash_mlx.targets.parts import EMBEDDINGS, FINAL_NORMS, HEADS, candidates, embedding_scale, head_rows
 from dflash_mlx.targets.taps import tapped
-
-# Where mlx-lm's classes keep a language model inside another module, and what they call its parts.
-_HOLDERS = ("language_model", "model", "backbone", "transformer")
-_EMBEDDINGS = (
-    "embed_tokens",
-    "word_embeddings",
-    "embeddings",
-    "embedding",
-    "tok_embeddings",
-    "token_embeddings",
-    "wte",
-    "embed_in",
-    "embed",
-)
-_HEADS = ("lm_head", "output", "embed_out")
-_FINAL_NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "embedding_norm", "final_norm")
-# Model files that multiply their embeddings by the root of the hidden size in passing.
-_ROOT_SCALED = ("gemma", "gemma2", "gemma3_text", "gemma3n", "recurrent_gemma")
 
 
 @dataclass
@@ -69,7 +52,7 @@ class Target(Mirrored):
         """The head's rows for some tokens only: hidden states (..., D) -> logits (..., len(token_ids))."""
         key = tuple(token_ids)
         if key not in self._heads:
-            self._heads[key] = _head_rows(self.head_module, mx.array(key))
+            self._heads[key] = head_rows(self.head_module, mx.array(key))
         return self._heads[key]
 
     # What happens to the model's caches. Where the model is on several machines, it happens on all of them.
@@ -250,8 +233,8 @@ class Target(Mirrored):
 
 def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
     """Find the parts of an mlx-lm model that a drafter shares. Raises PairError when there are none."""
-    candidates = _candidates(model)
-    found = next(((m, name) for m in candidates for name in _EMBEDDINGS if name in m), None)
+    holders = candidates(model)
+    found = next(((m, name) for m in holders for name in EMBEDDINGS if name in m), None)
     if found is None:
         raise PairError(
             f"cannot find the token embedding of {type(model).__module__}; a drafter needs to share it. "
@@ -259,10 +242,10 @@ def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
         )
     inner, name = found
     embedding = inner[name]
-    scale = _embedding_scale(inner)
-    heads = (m[name] for m in candidates for name in _HEADS if name in m)
+    scale = embedding_scale(inner)
+    heads = (m[name] for m in holders for name in HEADS if name in m)
     head = next((head for head in heads if isinstance(head, nn.Module)), None)
-    norms = (inner[name] for name in _FINAL_NORMS if name in inner)
+    norms = (inner[name] for name in FINAL_NORMS if name in inner)
     # gemma3n mixes its streams after the last layer, so no single one goes through the norm.
     final_norm = next(norms, None) if "altup_unembed_projections" not in inner else None
     return Target(
@@ -280,38 +263,3 @@ def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all parameters of a model."""
     return sum(array.nbytes for array in dict(tree_flatten(model.parameters())).values())
-
-
-def _embedding_scale(inner: nn.Module) -> float | None:
-    """What a model multiplies its embeddings by before the first layer, or None."""
-    for name in ("embed_scale", "embedding_multiplier"):
-        if isinstance(getattr(inner, name, None), float | int):
-            return float(getattr(inner, name))
-    settings: Any = getattr(inner, "args", getattr(inner, "config", inner))
-    if hasattr(settings, "scale_emb"):
-        return float(settings.scale_emb)
-    if type(inner).__module__.rpartition(".")[2] in _ROOT_SCALED:
-        return float(settings.hidden_size**0.5)
-    return None
-
-
-def _head_rows(head: nn.Module, ids: mx.array) -> Callable[[mx.array], mx.array]:
-    """Some rows of a vocabulary head (a linear layer or an embedding, quantized or not), copied."""
-    weight = head.weight[ids]
-    if "scales" not in head:
-        mx.eval(weight)
-        return lambda hidden: hidden @ weight.T
-    scales = head.scales[ids]
-    biases = head.biases[ids] if head.get("biases") is not None else None
-    mx.eval(weight, scales, *([biases] if biases is not None else []))
-    return lambda hidden: mx.quantized_matmul(
-        hidden, weight, scales, biases, transpose=True, group_size=head.group_size, bits=head.bits, mode=head.mode
-    )
-
-
-def _candidates(model: nn.Module) -> list[nn.Module]:
-    """The model and the modules in it that may hold the language model, outermost first."""
-    found = [model]
-    for holder in found:  # grows while it is walked
-        found += [child for name in _HOLDERS if isinstance(child := holder.get(name), nn.Module)]
-    return found
