@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.errors import GroupError
 from dflash_mlx.ranks import started_together
 from dflash_mlx.ranks.channel import Channel
 
@@ -28,10 +28,6 @@ from dflash_mlx.ranks.channel import Channel
 _PATIENCE = 60.0
 # Seconds that a rank waits after an error of its own: the end of another one may explain it better.
 _SECOND_THOUGHTS = 2.0
-
-
-class GroupError(DFlashError):
-    """Several machines that cannot, or can no longer, work together."""
 
 
 class Group:

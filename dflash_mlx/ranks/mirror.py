@@ -26,8 +26,8 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.errors import DFlashError, UsageError
-from dflash_mlx.ranks.group import Group, GroupError
+from dflash_mlx.errors import DFlashError, GroupError, UsageError
+from dflash_mlx.ranks.group import Group
 
 P = ParamSpec("P")
 R = TypeVar("R")

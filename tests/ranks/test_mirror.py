@@ -12,11 +12,10 @@ from tiny_families import family_target
 from tiny_pair import LetterTokenizer
 
 from dflash_mlx.decoding.fork import fork
-from dflash_mlx.errors import UsageError
+from dflash_mlx.errors import GroupError, UsageError
 from dflash_mlx.generation import generate, generate_many, stream_generate
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.ranks import mirror
-from dflash_mlx.ranks.group import GroupError
 from dflash_mlx.ranks.mirror import Leader, Mirrored, guard, mirrored
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.sampling import SamplingParams
@@ -67,7 +66,7 @@ def converse(pair, prompts):
     session = pair.new_session()
     first = generate(pair, prompts[0], GREEDY, session=session, width=4).token_ids
     assert first == answers[0]
-    stream = stream_generate(pair, [*prompts[0], *first[:4], 7], GREEDY, session=session, width=2)
+    stream = stream_generate(pair, [*prompts[0], *first[:4], 7, 8, 9], GREEDY, session=session, width=2)
     next(stream)
     stream.close()
     return [session, fork(session, len(session.tokens))], answers

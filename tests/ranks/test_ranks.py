@@ -1,4 +1,4 @@
-"""Several ranks on this machine, connected as several machines would be: the answers, and what happens when one dies."""
+"""Several ranks on this machine, connected as machines would be: their answers, and what happens when one dies."""
 
 import json
 import random
@@ -8,7 +8,7 @@ import time
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from started import finish, program, ranks
+from ranks.started import finish, program, ranks
 from tiny import tiny_target
 from tiny_folder import write_drafter, write_target
 
