@@ -238,7 +238,7 @@ def _facts(pair: "ModelPair", setting: "Setting", *, repeat: int, draft: bool) -
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
         "version": __version__,
-        "machine": machine_facts(os.cpu_count()),
+        "machine": machine_facts(os.cpu_count(), machines=pair.target.machines),
         "pair": pair.name,
         "dtype": str(pair.dtype).removeprefix("mlx.core."),
         "block_size": pair.block_size if draft else None,

@@ -44,7 +44,7 @@ def load_or_measure(
     report: Callable[[str, float | None], None] | None = None,
 ) -> PairCosts:
     """The costs of a round, from disk when this pair was measured on this machine before."""
-    name = f"round-costs/{fingerprint(folders, _SCHEMA, block_size, dtype, target.replays, target.kernels)}"
+    name = f"round-costs/{fingerprint(folders, _SCHEMA, block_size, dtype, *target.ways)}"
     try:
         stored = read_json(name)
         return PairCosts(_from_json(stored["chains"]), _from_json(stored["trees"]) if stored["trees"] else None)

@@ -37,7 +37,7 @@ def load_or_measure_group(
     report: Callable[[str, float | None], None] | None = None,
 ) -> GroupCosts:
     """The costs of shared rounds, from disk when this pair was measured on this machine before."""
-    name = f"group-costs/{fingerprint(folders, _SCHEMA, places, most_lanes, dtype, target.replays, target.kernels)}"
+    name = f"group-costs/{fingerprint(folders, _SCHEMA, places, most_lanes, dtype, *target.ways)}"
     tables = read_stored(name, ("plain", "verify", "draft"))
     if tables is None:
         if report is not None:

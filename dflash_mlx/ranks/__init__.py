@@ -2,10 +2,7 @@
 
 import os
 
-# What MLX's launcher, and MPI's, tell the processes that they start.
-_STARTED_BY = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-
 
 def started_together() -> bool:
-    """Whether a launcher has started this process, perhaps with others."""
-    return any(name in os.environ for name in _STARTED_BY)
+    """Whether MLX's launcher has started this process, perhaps with others."""
+    return "MLX_RANK" in os.environ

@@ -45,6 +45,7 @@ def divide(target: Target, group: Group) -> None:
         raise CheckpointError(
             f"mlx-lm cannot divide this model ({kind}) by {group.size} machines: {error}. Take fewer machines."
         ) from error
+    target.machines = group.size
     needed, there = weight_bytes(target.model), backend().memory_bytes
     if needed > SHARE * there:
         raise CheckpointError(

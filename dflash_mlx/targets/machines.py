@@ -33,8 +33,6 @@ class Machines(Mirrored):
         target, activations = self._load(json.dumps(asdict(source)), dtype)
         assert self.leader is not None
         guard(target.model, self.leader)
-        # What a round costs depends on it, too.
-        target.kernels = f"{self.group.size} machines"
         return target, activations
 
     @mirrored

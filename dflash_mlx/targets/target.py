@@ -41,8 +41,10 @@ class Target(Mirrored):
     _heads: dict[tuple[int, ...], Callable[[mx.array], mx.array]] = field(default_factory=dict)
     _passes: dict[tuple[int, ...], Pass] = field(default_factory=dict)
     replays: bool = False
-    # Which kernels its layers use instead of MLX's operations: what a round costs depends on them.
+    # Which kernels its layers use instead of MLX's operations.
     kernels: str = ""
+    # Among how many it is divided (`division.divide`).
+    machines: int = 1
     # What drafters compute for this target, by the drafter's id.
     drafting: dict[int, Any] = field(default_factory=dict)
     _rows: bool | None = None
@@ -197,6 +199,11 @@ class Target(Mirrored):
         self.replays = on
         self._passes.clear()
         self.drafting.clear()
+
+    @property
+    def ways(self) -> tuple[bool, str, int]:
+        """How passes are computed, and on how many machines: what a round costs depends on these."""
+        return self.replays, self.kernels, self.machines
 
     def _stream(self, output: mx.array) -> mx.array:
         """The residual stream (1, L, D) in a layer's output; gemma3n's carries several, (streams, 1, L, D)."""

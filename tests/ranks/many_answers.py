@@ -1,7 +1,7 @@
 """Rank 0 makes many answers with divided tiny models, and compares them with mlx-lm's own decoding on one machine.
 
 Arguments: folders of targets (`tiny_folder.write_target`). Prints a line of JSON for each: how many answers there were,
-how many tokens the last one found in its caches, and what was wrong: (which, tokens, the right ones).
+how many tokens a conversation found in its caches, and what was wrong: (which, tokens, the right ones).
 """
 
 import json
@@ -69,16 +69,14 @@ def check(folder: str) -> dict[str, object]:
     seeded = generate_many(pair_of(whole, tiny_drafter()), prompts, SEEDED, draft=False)
     drafted = generate_many(pair, prompts, SEEDED, width=2)
     found += [("seeded", a.token_ids, b.token_ids) for a, b in zip(drafted, seeded, strict=True)]
-    # A conversation goes on with its caches.
-    session = pair.new_session()
-    longer = [*prompts[0], *generate(pair, prompts[0], GREEDY, session=session, width=4).token_ids[:5], 7, 8]
-    answer = generate(pair, longer, GREEDY, session=session, width=4)
-    found.append(("goes on", answer.token_ids, plain_tokens(whole, longer, LENGTH)))
-    return {
-        "answers": len(found),
-        "cached": answer.cached_tokens,
-        "wrong": [case for case in found if case[1] != case[2]],
-    }
+    # A conversation goes on with its caches, and once more from the middle of an answer.
+    session, cached = pair.new_session(), 0
+    first = generate(pair, prompts[0], GREEDY, session=session, width=4).token_ids
+    for more in ([*first, 7, 8], [*first[:5], 7, 8]):
+        answer = generate(pair, [*prompts[0], *more], GREEDY, session=session, width=4)
+        cached = cached or answer.cached_tokens
+        found.append(("goes on", answer.token_ids, plain_tokens(whole, [*prompts[0], *more], LENGTH)))
+    return {"answers": len(found), "cached": cached, "wrong": [case for case in found if case[1] != case[2]]}
 
 
 if __name__ == "__main__":
