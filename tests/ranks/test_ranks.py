@@ -67,6 +67,7 @@ def test_many_answers_of_two_ranks(folder, llama, recurrent):
         check_answers(reports(processes))
 
 
+@pytest.mark.long
 def test_many_answers_of_three_ranks(folder, for_three):
     with ranks(3, *program("many_answers.py", for_three), folder=folder) as processes:
         check_answers(reports(processes))
