@@ -17,6 +17,7 @@ from dflash_mlx.cli.bench_measure import Measurement, measure
 from dflash_mlx.cli.bench_options import Variant, comparable, parse_concurrency, parse_sweeps, settings_of, variants
 from dflash_mlx.cli.bench_report import print_comparison, read_result, show, write
 from dflash_mlx.cli.output import note
+from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def bench_command(
     pair: options.Pair = None,
     model: options.Model = None,
     draft_model: options.DraftModel = None,
+    method: options.MethodOption = Method.auto,
     no_draft: options.NoDraft = False,
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
@@ -88,12 +90,14 @@ def bench_command(
 ) -> None:
     if context.invoked_subcommand is not None:
         return
+    no_draft = no_draft or method is Method.plain
     options.require_width(width, tree=tree, no_draft=no_draft)
     drafting, answering = parse_sweeps(sweep or [])
     choice = options.ModelChoice(
         pair=pair,
         model=model,
         draft_model=draft_model,
+        method=method,
         no_draft=no_draft,
         block_size=block_size,
         dtype=dtype,

@@ -10,6 +10,7 @@ import typer
 
 from dflash_mlx.cli.options import OUTPUT, DType, ModelChoice
 from dflash_mlx.cli.settings import SETTINGS, parse
+from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 _OF_DRAFTING = ("width", "tree")
 _OF_ANSWERS = ("context", "temperature", "max-tokens", "top-p", "top-k", "min-p", "seed")
-_OF_CONTESTANTS = ("width", "tree", "block-size", "dtype", "draft-model", "plain")
+_OF_CONTESTANTS = ("method", "width", "tree", "block-size", "dtype", "draft-model", "plain")
 
 
 PROMPTS = "What to measure"
@@ -93,7 +94,7 @@ Also = Annotated[
     typer.Option(
         "--also",
         metavar="NAME=VALUE,...",
-        help="One more of this project: width, tree, block-size, dtype, draft-model, plain.",
+        help="One more of this project: method, width, tree, block-size, dtype, draft-model, plain.",
         rich_help_panel=OTHERS,
     ),
 ]
@@ -221,6 +222,10 @@ def _variant(choice: ModelChoice, text: str) -> Variant:
             if value not in [kind.value for kind in DType]:
                 raise UsageError(f"--also {text}: dtype should be one of {', '.join(k.value for k in DType)}.")
             changes["dtype"] = DType(value)
+        elif name == "method":
+            if value not in [method.value for method in Method]:
+                raise UsageError(f"--also {text}: method should be one of {', '.join(m.value for m in Method)}.")
+            changes["method"] = Method(value)
         elif name == "block-size":
             changes["block_size"] = parse("block-size", value)
         else:

@@ -12,6 +12,7 @@ from dflash_mlx.cli.kept import list_kept, new_path
 from dflash_mlx.cli.line_input import LineInput
 from dflash_mlx.cli.live import LiveText, quiet_keyboard
 from dflash_mlx.cli.output import note, styled, summary
+from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import DFlashError, UsageError
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -30,6 +31,7 @@ def chat_command(
     pair: options.Pair = None,
     model: options.Model = None,
     draft_model: options.DraftModel = None,
+    method: options.MethodOption = Method.auto,
     no_draft: options.NoDraft = False,
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
@@ -66,6 +68,7 @@ def chat_command(
         pair=pair,
         model=model,
         draft_model=draft_model,
+        method=method,
         no_draft=no_draft,
         block_size=block_size,
         dtype=dtype,
@@ -100,7 +103,9 @@ def chat_command(
     if instructions or not go_on:
         conversation.set_system(instructions)
     if lines.interactive:
-        drafting = "plain decoding" if no_draft else f"drafting up to {loaded.block_size - 1} tokens at once"
+        drafting = (
+            "plain decoding" if loaded.drafter is None else f"drafting up to {loaded.block_size - 1} tokens at once"
+        )
         note(f"{loaded.name}, {drafting}. /help lists the commands, Ctrl-D leaves.")
     talk(conversation, lines, stats=stats is not False, markdown=not plain)
 

@@ -11,6 +11,7 @@ from dflash_mlx.cli.default import sampling_defaults, with_default
 from dflash_mlx.cli.output import note, summary
 from dflash_mlx.cli.prompt import read_prompt, read_text
 from dflash_mlx.cli.streaming import answer
+from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def generate_command(
     pair: options.Pair = None,
     model: options.Model = None,
     draft_model: options.DraftModel = None,
+    method: options.MethodOption = Method.auto,
     no_draft: options.NoDraft = False,
     block_size: options.BlockSize = None,
     width: options.Width = None,
@@ -100,6 +102,7 @@ def generate_command(
     """
     if raw and system is not None:
         raise UsageError("--system needs the chat template, which --raw leaves out; give one of them.")
+    no_draft = no_draft or method is Method.plain
     if no_draft and compare:
         raise UsageError("--compare shows what drafting gains, and --no-draft leaves it out; give one of them.")
     options.require_width(width, tree=tree, no_draft=no_draft)
@@ -109,6 +112,7 @@ def generate_command(
         pair=pair,
         model=model,
         draft_model=draft_model,
+        method=method,
         no_draft=no_draft,
         block_size=block_size,
         dtype=dtype,

@@ -10,6 +10,7 @@ import typer
 from dflash_mlx.cli.live import quiet_keyboard
 from dflash_mlx.cli.output import LoadProgress, note
 from dflash_mlx.cli.settings import parser
+from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import DFlashError, UsageError
 
 if TYPE_CHECKING:
@@ -67,6 +68,16 @@ DraftModel = Annotated[
 NoDraft = Annotated[
     bool,
     typer.Option("--no-draft", help="Decode plainly, one token at a time, to compare.", rich_help_panel=MODELS),
+]
+MethodOption = Annotated[
+    Method,
+    typer.Option(
+        "--method",
+        help="How to draft. dflash: by a drafter made for the model. ngram: from the text itself, which pays where "
+        "answers repeat their prompt. dflash+ngram: the likelier of both in each round. plain: not at all. auto: "
+        "dflash where there is a drafter, else ngram.",
+        rich_help_panel=MODELS,
+    ),
 ]
 BlockSize = Annotated[
     int | None,
@@ -239,6 +250,7 @@ class ModelChoice:
     pair: str | None = None
     model: str | None = None
     draft_model: str | None = None
+    method: Method = Method.auto
     no_draft: bool = False
     block_size: int | None = None
     dtype: DType = DType.auto
@@ -257,6 +269,7 @@ class ModelChoice:
                     self.pair,
                     model=self.model,
                     draft_model=self.draft_model,
+                    method=self.method.value,
                     draft=not self.no_draft,
                     dtype=self.dtype.value,
                     block_size=self.block_size,

@@ -8,6 +8,7 @@ import typer
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.output import note
+from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def serve_command(
     pair: options.Pair = None,
     model: options.Model = None,
     draft_model: options.DraftModel = None,
+    method: options.MethodOption = Method.auto,
     no_draft: options.NoDraft = False,
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
@@ -147,6 +149,7 @@ def serve_command(
         pair=pair,
         model=model,
         draft_model=draft_model,
+        method=method,
         no_draft=no_draft,
         block_size=block_size,
         dtype=dtype,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,8 +20,6 @@ from dflash_mlx.pair import ModelPair
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
 
-Mode = Literal["dflash", "plain"]
-
 
 @dataclass
 class GenerationResponse:
@@ -37,7 +35,7 @@ class GenerationResponse:
     text: str
     token_ids: list[int]
     prompt_tokens: int
-    mode: Mode
+    mode: str
     cached_tokens: int = 0
     generation_tokens: int = 0
     prompt_tps: float = 0.0
@@ -99,7 +97,7 @@ class Answer:
             raise UsageError("this session was made without a drafter; make it with pair.new_session().")
         self.pair, self.prompt, self.params, self.session, self.constraint = pair, prompt, params, session, constraint
         self.drafting = draft and session.drafter is not None
-        self.mode: Mode = "dflash" if self.drafting else "plain"
+        self.mode = pair.method if self.drafting else "plain"
         self._experience = pair.new_experience()
         self.policy = (
             pair.width_policy(width, tree=tree, experience=self._experience) if self.drafting else FixedWidth(0)
@@ -210,7 +208,7 @@ class Answer:
             peak_memory_gb=mx.get_peak_memory() / 1e9,
             mode=self.mode,
             finish_reason=finish,
-            acceptance=self.acceptance if self.mode == "dflash" else None,
+            acceptance=self.acceptance if self.drafting else None,
             num_accepted=num_accepted if drafted else None,
             width=step.width if drafted else None,
             depth=step.depth if drafted else None,

@@ -10,7 +10,7 @@ from dflash_mlx.decoding.batch import Batch
 from dflash_mlx.decoding.decode import PREFILL_STEP
 from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.fork import can_cut
-from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.policy.reading import ReadingTimes
 from dflash_mlx.wired import wired
@@ -193,7 +193,7 @@ class Answering:
             return PREFILL_STEP
         return self._times.tokens_in(_READING * self._round_seconds, least=_SMALLEST_CHUNK, most=PREFILL_STEP)
 
-    def _drafter_of(self, answer: Answer) -> DFlashDrafter | None:
+    def _drafter_of(self, answer: Answer) -> Drafter | None:
         return answer.session.drafter if answer.drafting else None
 
     def _engine_for(self, answer: Answer) -> Engine:

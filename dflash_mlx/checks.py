@@ -6,7 +6,6 @@ Weights that know nothing of the target break no rule, so `read_guesses` compare
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -15,8 +14,10 @@ import numpy as np
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.decoding.batch import open_caches
 from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.steps import propose
+from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.drafters.dflash import DFlashDrafter
-from dflash_mlx.drafters.dflash_state import DFlashState, draft_logits
+from dflash_mlx.drafters.dflash_state import draft_logits
 from dflash_mlx.errors import PairError
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.targets.target import Target
@@ -36,22 +37,9 @@ _FEWEST_PLACES = 16
 _FOLLOWS, _BY_LUCK = 0.7, 1
 
 
-def check_shapes(target: Target, drafter: DFlashDrafter) -> None:
+def check_shapes(target: Target, drafter: Drafter) -> None:
     """Compare what the two configs say, without running anything. Raises PairError."""
-    config = drafter.config
-    problems = []
-    if config.hidden_size != target.hidden_size:
-        problems.append(f"it was made for a hidden size of {config.hidden_size}, the target has {target.hidden_size}")
-    if config.vocab_size != target.vocab_size:
-        problems.append(f"it was made for a vocabulary of {config.vocab_size}, the target has {target.vocab_size}")
-    layers = len(target.layers)
-    if config.num_target_layers not in (None, layers):
-        problems.append(f"it was made for {config.num_target_layers} target layers, the target has {layers}")
-    outside = [i for i in config.target_layer_ids if not 0 <= i < layers]
-    if outside:
-        problems.append(f"it reads target layers {outside}, the target has layers 0 to {layers - 1}")
-    if any(a >= b for a, b in pairwise(config.target_layer_ids)):
-        problems.append(f"its target layers {list(config.target_layer_ids)} are not in rising order")
+    problems = drafter.misfits(target)
     if problems:
         raise PairError(
             f"this drafter is not for this target: {'; '.join(problems)}. "
@@ -59,13 +47,14 @@ def check_shapes(target: Target, drafter: DFlashDrafter) -> None:
         )
 
 
-def check_pair(target: Target, drafter: DFlashDrafter, *, dtype: mx.Dtype) -> list[str]:
+def check_pair(target: Target, drafter: Drafter, *, dtype: mx.Dtype) -> list[str]:
     """Run both models on a few tokens. Returns what was found right, a line each; raises PairError otherwise."""
     rng = np.random.default_rng(0)
     prompt = mx.array(rng.integers(0, target.vocab_size, (1, 6)))
     block = mx.array(rng.integers(0, target.vocab_size, (1, _BLOCK)))
     tolerance = TOLERANCE[dtype]
-    done = [_check_taps(target, drafter, prompt, dtype), _check_head(target, prompt, tolerance)]
+    taps = [_check_taps(target, drafter, prompt, dtype)] if drafter.taps else []
+    done = [*taps, _check_head(target, prompt, tolerance)]
     done += _check_blocks(target, drafter, prompt, block, dtype)
     return done
 
@@ -104,12 +93,14 @@ class Guesses:
         )
 
 
-def read_guesses(target: Target, drafter: DFlashDrafter, text: list[int]) -> Guesses | None:
+def read_guesses(target: Target, drafter: Drafter, text: list[int]) -> Guesses | None:
     """Let the drafter guess the target's next token at places all over a text, in one pass of each model.
 
     text: token ids; what is too long is left out. None where too little can be judged: the text is short, or the
-    target's tokens are mostly some that the drafter may not guess.
+    target's tokens are mostly some that the drafter may not guess; or the drafter is no DFlash drafter.
     """
+    if not isinstance(drafter, DFlashDrafter):
+        return None
     tokens = text[:_GUESS_TOKENS]
     count = min(_GUESS_PLACES, len(tokens) - _GUESS_START)
     if count < _FEWEST_PLACES:
@@ -161,9 +152,9 @@ def following(scores: np.ndarray, wanted: np.ndarray) -> float:
     return float(shares.mean()) if shares.size else 0.5
 
 
-def _check_taps(target: Target, drafter: DFlashDrafter, prompt: mx.array, dtype: mx.Dtype) -> str:
+def _check_taps(target: Target, drafter: Drafter, prompt: mx.array, dtype: mx.Dtype) -> str:
     """Reading the layers changes neither the model nor its numbers."""
-    layer_ids = drafter.config.target_layer_ids
+    layer_ids = drafter.taps
     classes = [type(layer) for layer in target.layers]
     names = target.parameter_names()
     plain = target.forward(prompt, target.make_cache())
@@ -173,7 +164,7 @@ def _check_taps(target: Target, drafter: DFlashDrafter, prompt: mx.array, dtype:
         raise PairError(
             "reading the target's layers changed the model itself; this target cannot be used for drafting."
         )
-    expected = (1, prompt.shape[1], drafter.config.feature_size)
+    expected = (1, prompt.shape[1], len(layer_ids) * target.hidden_size)
     if features.shape != expected:
         raise PairError(f"the target's features should have the shape {expected}, found {features.shape}.")
     if not mx.all(mx.isfinite(features)).item():
@@ -194,9 +185,7 @@ def _check_head(target: Target, prompt: mx.array, tolerance: float) -> str:
     return "the shared vocabulary head gives the target's own tokens"
 
 
-def _check_blocks(
-    target: Target, drafter: DFlashDrafter, prompt: mx.array, block: mx.array, dtype: mx.Dtype
-) -> list[str]:
+def _check_blocks(target: Target, drafter: Drafter, prompt: mx.array, block: mx.array, dtype: mx.Dtype) -> list[str]:
     """A block gives what token by token gives, a trimmed cache forgets, and drafts are finite."""
     session = Session(target, drafter)
     session.feed(np.array(prompt[0]).tolist())
@@ -220,9 +209,10 @@ def _check_blocks(
         TOLERANCE[dtype],
     )
 
-    state = DFlashState.of(drafter, target, session.draft_cache, length)
-    drafted = state.draft(block[:, 0], at, _BLOCK - 1, room=length + _BLOCK).logits
-    if not mx.all(mx.isfinite(drafted)).item():
+    state = drafter.open(target, session.draft_cache, length)
+    places = min(_BLOCK - 1, drafter.places)
+    drafted = propose([None], state, places, anchors=block[:, 0], at=at, room=length + _BLOCK)
+    if drafted.logits is not None and not mx.all(mx.isfinite(drafted.logits)).item():
         raise PairError(f"the drafter's logits are not finite; {_next_step('drafter', dtype)}.")
     return ["a block forward equals token by token, and rejected tokens leave the cache", "drafts are finite"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-from dflash_mlx.answer import Answer, GenerationResponse, Mode, fitting_max_tokens, hold_back
+from dflash_mlx.answer import Answer, GenerationResponse, fitting_max_tokens, hold_back
 from dflash_mlx.answering import Answering
 from dflash_mlx.decoding.constraint import Constraint
 from dflash_mlx.decoding.session import Session
@@ -14,7 +14,6 @@ from dflash_mlx.sampling import SamplingParams
 
 __all__ = [
     "GenerationResponse",
-    "Mode",
     "Prompt",
     "encode",
     "fitting_max_tokens",

@@ -16,9 +16,10 @@ from dflash_mlx.decoding.engine import can_branch
 from dflash_mlx.decoding.policies import GroupPolicy, WidthPolicy
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import wide_sizes
-from dflash_mlx.drafters.checkpoint import load_drafter
-from dflash_mlx.drafters.config import parse_draft_config
-from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.contract import Drafter
+from dflash_mlx.drafters.loading import check as check_method
+from dflash_mlx.drafters.loading import load
+from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.folder import read_json
@@ -35,6 +36,10 @@ from dflash_mlx.targets.loading import load_target
 from dflash_mlx.targets.machines import other_machines
 from dflash_mlx.targets.target import Target
 
+_NO_DRAFTER = (
+    "no drafter is known for {model}, so the text itself is drafted from: what followed the newest words where they "
+    "stood before. A drafter made for the model gains more; see: dflash-mlx models."
+)
 Report = Callable[[str, float | None], None]
 
 
@@ -48,7 +53,7 @@ class ModelPair:
 
     name: str
     target: Target
-    drafter: DFlashDrafter | None
+    drafter: Drafter | None
     tokenizer: TokenizerWrapper
     dtype: mx.Dtype
     block_size: int
@@ -60,6 +65,11 @@ class ModelPair:
     _group_costs: dict[int, GroupCosts] = field(default_factory=dict)
     _group_policies: dict[int, GroupWidth] = field(default_factory=dict)
     _experience: Experience = field(default_factory=Experience)
+
+    @property
+    def method(self) -> str:
+        """How it drafts: "dflash", "ngram", ..., or "plain"."""
+        return self.drafter.method if self.drafter is not None else "plain"
 
     @property
     def context_length(self) -> int | None:
@@ -109,7 +119,11 @@ class ModelPair:
             return FixedWidth(width, places=places if tree else 0)
         # A policy follows what rounds of its own answer take, so the costs are a copy, too.
         costs = copy.deepcopy(self.round_costs())
-        return choose_policy(costs, self.block_size - 1, experience or self.new_experience())
+        assert self.drafter is not None
+        by_confidence = self.drafter.drafts_on_host
+        return choose_policy(
+            costs, self.block_size - 1, experience or self.new_experience(), by_confidence=by_confidence
+        )
 
     def group_policy(self, width: int | None = None, *, most_lanes: int) -> GroupPolicy:
         """A policy for up to `most_lanes` lanes: always `width` drafts, or by measured speed when None.
@@ -120,7 +134,9 @@ class ModelPair:
             return FixedGroup(width or 0)
         if most_lanes not in self._group_policies:
             costs = copy.deepcopy(self.group_costs(most_lanes))
-            self._group_policies[most_lanes] = GroupWidth(costs, self.block_size - 1)
+            self._group_policies[most_lanes] = GroupWidth(
+                costs, self.block_size - 1, by_confidence=self.drafter.drafts_on_host
+            )
         return self._group_policies[most_lanes]
 
     def group_costs(self, most_lanes: int, report: Report | None = None) -> GroupCosts:
@@ -129,7 +145,7 @@ class ModelPair:
         if most_lanes not in self._group_costs:
             self._group_costs[most_lanes] = load_or_measure_group(
                 self.target,
-                self.drafter,
+                self.drafter.rehearsal(),
                 places=self.block_size - 1,
                 most_lanes=most_lanes,
                 folders=self.folders,
@@ -144,7 +160,7 @@ class ModelPair:
         if self._costs is None:
             self._costs = load_or_measure(
                 self.target,
-                self.drafter,
+                self.drafter.rehearsal(),
                 block_size=self.block_size,
                 folders=self.folders,
                 dtype=self.dtype,
@@ -158,6 +174,7 @@ def load_pair(
     *,
     model: str | None = None,
     draft_model: str | None = None,
+    method: str = "auto",
     draft: bool = True,
     dtype: str = "auto",
     block_size: int | None = None,
@@ -167,25 +184,24 @@ def load_pair(
 ) -> ModelPair:
     """Load a known pair by `name`, or a target (`model`) and drafter (`draft_model`) by Hub id or folder.
 
-    draft=False loads the target alone. dtype: "auto" (float32 on a CPU, the model's own on a GPU), "float32",
-    "bfloat16" or "float16". block_size: the largest block of a round, at most the drafter's own. kernels=False computes
-    with MLX's own operations alone. check=False skips the checks that run the models. report(message, fraction done or
-    None) follows progress. Downloads what is missing.
+    method: how to draft, one of `drafters.methods.Method`; "auto" goes by the drafter's files, and without a drafter
+    drafts from the text itself. draft=False, or the method "plain", loads the target alone. dtype: "auto" (float32 on
+    a CPU, the model's own on a GPU), "float32", "bfloat16" or "float16". block_size: the largest block of a round, at
+    most the drafter's own. kernels=False computes with MLX's own operations alone. check=False skips the checks that
+    run the models. report(message, fraction done or None) follows progress. Downloads what is missing.
     Raises UsageError, DownloadError, CheckpointError and PairError.
     """
     started = time.perf_counter()
     report = report or (lambda message, fraction: None)
-    label, target_source, drafter_source, warning = _resolve(name, model, draft_model, draft)
-    target_folder = ensure_model(target_source, report=report)
-    drafter_folder = ensure_model(drafter_source, report=report) if drafter_source else None
+    choice = _resolve(name, model, draft_model, _method(method) if draft else Method.plain)
+    target_folder = ensure_model(choice.target, report=report)
+    drafter_folder = ensure_model(choice.drafter, report=report) if choice.drafter else None
 
     if is_drafter(read_json(target_folder / "config.json")):
         raise CheckpointError(
             f"{target_folder} holds a drafter, and --model takes the model that answers. Give the target to --model."
         )
-    if drafter_folder is not None:
-        # A drafter that cannot be used is refused before the target, which may take minutes to load.
-        parse_draft_config(read_json(drafter_folder / "config.json"))
+    check_method(drafter_folder, choice.method, block_size=block_size)
 
     machines = other_machines()
     if machines is None:
@@ -193,24 +209,23 @@ def load_pair(
         target, activations = load_target(target_folder, dtype=dtype)
     else:
         report(f"loading the target, divided among {machines.group.size} machines", None)
-        target, activations = machines.load_target(target_source, dtype=dtype)
+        target, activations = machines.load_target(choice.target, dtype=dtype)
     tokenizer = _load_tokenizer(target_folder)
-    drafter = None
-    if drafter_folder is not None:
-        report("loading the drafter", None)
-        drafter = load_drafter(drafter_folder, dtype=activations)
+    report("loading the drafter", None)
+    drafter = load(drafter_folder, choice.method, block_size=block_size, dtype=activations)
+    if drafter is not None:
         check_shapes(target, drafter)
     # The kernels are made for whole layers, and races run the model by itself.
     notes = use_where_faster(target, drafter, kernels=kernels, report=report) if machines is None else []
     pair = ModelPair(
-        name=label,
+        name=choice.label,
         target=target,
         drafter=drafter,
         tokenizer=tokenizer,
         dtype=activations,
         block_size=_block_size(drafter, block_size),
         folders=tuple(f for f in (target_folder, drafter_folder) if f),
-        warnings=[*([warning] if warning else []), *notes],
+        warnings=[*([choice.warning] if choice.warning else []), *notes],
     )
     if check and drafter is not None:
         report("checking that target and drafter belong together", None)
@@ -223,29 +238,50 @@ def load_pair(
     return pair
 
 
-def _resolve(
-    name: str | None, model: str | None, draft_model: str | None, draft: bool
-) -> tuple[str, ModelSource, ModelSource | None, str | None]:
-    """What to load: a label, the target's source, the drafter's (None to decode plainly), a warning or None."""
+def _method(name: str) -> Method:
+    try:
+        return Method(name)
+    except ValueError:
+        known = ", ".join(method.value for method in Method)
+        raise UsageError(f"there is no method {name!r}; choose one of {known}.") from None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What to load; drafter: None where the method needs none."""
+
+    label: str
+    target: ModelSource
+    drafter: ModelSource | None
+    method: Method
+    warning: str | None = None
+
+
+def _resolve(name: str | None, model: str | None, draft_model: str | None, method: Method) -> _Choice:
     if name is not None and (model is not None or draft_model is not None):
         raise UsageError(
             "name either a pair or a model with its drafter, not both (--pair, or --model and --draft-model)."
         )
+    drafts = method is Method.auto or method.has_drafter
+    if draft_model is not None and not drafts and method is not Method.plain:
+        raise UsageError(f"--method {method.value} drafts without a drafter; leave --draft-model out.")
     if name is not None:
         spec = find_pair(name)
-        return spec.name, spec.target, spec.drafter if draft else None, None
+        return _Choice(spec.name, spec.target, spec.drafter if drafts else None, method)
     if model is None:
         raise UsageError("say what to load: a pair (--pair demo) or a model (--model TARGET --draft-model DRAFTER).")
     target = _target_source(model)
-    if not draft:
-        return model, target, None, None
+    if not drafts:
+        return _Choice(model, target, None, method)
     if draft_model is not None:
-        return model, target, parse_source(draft_model), None
+        return _Choice(model, target, parse_source(draft_model), method)
     try:
         match = pair_for_target(model)
     except UnknownTargetError as error:
-        raise UsageError(f"{error} Give one with --draft-model, or run plainly with --no-draft.") from error
-    return model, target, match.pair.drafter, match.warning
+        if method is not Method.auto:
+            raise UsageError(f"{error} Give one with --draft-model, or run plainly with --no-draft.") from error
+        return _Choice(model, target, None, Method.ngram, _NO_DRAFTER.format(model=model))
+    return _Choice(model, target, match.pair.drafter, method, match.warning)
 
 
 def _target_source(model: str) -> ModelSource:
@@ -271,10 +307,10 @@ def _eos_token_ids(folder: Path) -> Any:
     return config.get("eos_token_id")
 
 
-def _block_size(drafter: DFlashDrafter | None, wanted: int | None) -> int:
+def _block_size(drafter: Drafter | None, wanted: int | None) -> int:
     if drafter is None:
         return 1
-    trained = drafter.config.block_size
+    trained = drafter.places + 1
     if wanted is None:
         return trained
     if not 2 <= wanted <= trained:

@@ -25,6 +25,8 @@ from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.drafters import dflash_state
+from dflash_mlx.drafters.ngram import NgramDrafter
+from dflash_mlx.drafters.with_ngram import WithNgram
 from dflash_mlx.policy.group import FixedGroup
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
@@ -150,10 +152,14 @@ def test_each_lane_answers_as_if_alone(target, seed, monkeypatch, request):
     share = rng.choice([0.0, 0.3, 1.0])
     texts = [a.prompt + a.expected for a in asked]
     config = tiny_drafter(block_size=WIDTH + 1, taps=rng.choice([(0, 2), (1,)])).config
-    kind = rng.choice(["none", "random", "knows", "knows"])
+    kind = rng.choice(["none", "random", "knows", "knows", "ngram", "both"])
     drafter = (
         None
         if kind == "none"
+        else NgramDrafter(WIDTH, always=rng.random() < 0.5)
+        if kind == "ngram"
+        else WithNgram(tiny_drafter(block_size=WIDTH + 1, seed=seed))
+        if kind == "both"
         else tiny_drafter(block_size=WIDTH + 1, seed=seed)
         if kind == "random"
         else Texts(config, texts, rng, share)

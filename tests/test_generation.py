@@ -2,16 +2,19 @@
 
 import json
 import random
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
+from dflash_mlx import pair as pair_module
 from dflash_mlx.answer import Answer
 from dflash_mlx.answering import Answering
 from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.errors import DownloadError, PromptError, UsageError
 from dflash_mlx.generation import generate, generate_many, hold_back, stream_generate
+from dflash_mlx.hub.resolve import TargetFacts
 from dflash_mlx.pair import ModelPair, load_pair
 from dflash_mlx.policy.group import GroupCosts
 from dflash_mlx.policy.reading import ReadingTimes
@@ -202,7 +205,10 @@ def test_requests_that_cannot_be_met():
         ({}, "say what to load"),
         ({"name": "demo", "model": "a/b"}, "not both"),
         ({"name": "no-such-pair"}, "no-such-pair"),
-        ({"model": "no/such-target-known"}, "no drafter is known"),
+        ({"model": "no/such-target-known", "method": "dflash"}, "no drafter is known"),
+        ({"name": "demo", "method": "guessing"}, "there is no method 'guessing'; choose one of auto, dflash"),
+        ({"model": "a/b", "draft_model": "c/d", "method": "ngram"}, "leave --draft-model out"),
+        ({"name": "demo", "method": "ngram", "block_size": 65}, "from 2 to 64 for n-grams; got 65"),
     ],
 )
 def test_load_pair_needs_to_know_what(arguments, message, monkeypatch):
@@ -212,6 +218,22 @@ def test_load_pair_needs_to_know_what(arguments, message, monkeypatch):
     monkeypatch.setattr("dflash_mlx.hub.resolve._remote_facts", offline)
     with pytest.raises(UsageError, match=message):
         load_pair(**arguments)
+
+
+def test_without_a_known_drafter_the_text_itself_is_drafted_from(monkeypatch):
+    target, taken = tiny_target("llama"), []
+    monkeypatch.setattr("dflash_mlx.hub.resolve._remote_facts", lambda source: TargetFacts(source.repo))
+    monkeypatch.setattr(pair_module, "ensure_model", lambda source, report: taken.append(source.repo) or Path("none"))
+    monkeypatch.setattr(pair_module, "read_json", lambda path: {})
+    monkeypatch.setattr(pair_module, "load_target", lambda folder, dtype: (target, mx.float32))
+    monkeypatch.setattr(pair_module, "_load_tokenizer", lambda folder: make_pair().tokenizer)
+    loaded = load_pair(model="no/such-target-known", check=False)
+    assert taken == ["no/such-target-known"]
+    assert (loaded.method, loaded.block_size) == ("ngram", 16)
+    assert "no drafter is known for no/such-target-known" in loaded.warnings[0]
+    assert load_pair(model="no/such-target-known", method="ngram", block_size=4, check=False).warnings == []
+    plain = load_pair(model="no/such-target-known", method="plain", check=False)
+    assert (plain.method, plain.drafter) == ("plain", None)
 
 
 def test_answers_side_by_side_learn_apart():

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.bench.record import Round
-from dflash_mlx.drafters.dflash_state import DFlashState
+from dflash_mlx.decoding.steps import propose
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.targets.target import weight_bytes
 
@@ -57,9 +57,10 @@ def draft_ms(pair: ModelPair, places: int) -> float:
     assert pair.drafter is not None
     session = pair.new_session()
     session.feed([0] * _CONTEXT)
-    state = DFlashState.of(pair.drafter, pair.target, session.draft_cache, _CONTEXT)
+    state = pair.drafter.open(pair.target, session.draft_cache, _CONTEXT)
     anchors, at = mx.array([0]), mx.array([_CONTEXT])
-    return _shortest_ms(lambda: state.draft(anchors, at, places, room=_CONTEXT + places + 1).logits)
+    room = _CONTEXT + places + 1
+    return _shortest_ms(lambda: propose([None], state, places, anchors=anchors, at=at, room=room).tokens)
 
 
 def pass_ms(pair: ModelPair, rows: int) -> float:
@@ -82,7 +83,8 @@ def _shortest_ms(compute: Callable[[], mx.array]) -> float:
 
 def bytes_a_pass(pair: ModelPair, *, draft: bool) -> int:
     """The weights that a round reads: the target's and, with drafts, the drafter's."""
-    return pair.target.weight_bytes + (weight_bytes(pair.drafter) if draft and pair.drafter is not None else 0)
+    networks = pair.drafter.networks if draft and pair.drafter is not None else ()
+    return pair.target.weight_bytes + sum(weight_bytes(network) for network in networks)
 
 
 def share_of_bandwidth(bytes_read: float, seconds: float, bandwidth: float) -> float | None:

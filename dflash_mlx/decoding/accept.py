@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.decoding.tree import DraftTree, walk
-from dflash_mlx.drafters.contract import DraftVocabulary, Proposal
+from dflash_mlx.drafters.contract import DraftVocabulary, Proposal, best_tokens
 from dflash_mlx.sampling import SamplingParams, sampling_scores
 
 
@@ -118,8 +118,7 @@ class Greedy:
     def propose(
         self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
     ) -> Proposal:
-        best = mx.argmax(logits, axis=-1)
-        return Proposal(best if vocabulary is None else vocabulary.token_ids[best], logits)
+        return Proposal(best_tokens(logits, vocabulary))
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
         return match(proposal.tokens if proposal else None, mx.argmax(logits, axis=-1))
@@ -143,8 +142,7 @@ class Coupled:
     def propose(
         self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
     ) -> Proposal:
-        best = mx.argmax(self.preferences(logits, position, vocabulary), axis=-1)
-        return Proposal(best if vocabulary is None else vocabulary.token_ids[best], logits)
+        return Proposal(best_tokens(self.preferences(logits, position, vocabulary), vocabulary))
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
         return match(proposal.tokens if proposal else None, self.choose(logits, position, range(logits.shape[0])))
@@ -180,8 +178,8 @@ class Rejection:
         scores = sampling_scores(logits, self.params)
         tokens, probs = mx.random.categorical(scores, key=self._next_key()), mx.softmax(scores, axis=-1)
         if vocabulary is None:
-            return Proposal(tokens, logits, probs)
-        return Proposal(vocabulary.token_ids[tokens], logits, vocabulary.widen(probs, elsewhere=0.0))
+            return Proposal(tokens, probs)
+        return Proposal(vocabulary.token_ids[tokens], vocabulary.widen(probs, elsewhere=0.0))
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
         scores = sampling_scores(logits, self.params)

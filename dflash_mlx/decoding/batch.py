@@ -16,9 +16,7 @@ from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import Drafts, Verdict, block_of
 from dflash_mlx.decoding.tree import DraftTree
-from dflash_mlx.drafters.contract import DraftState
-from dflash_mlx.drafters.dflash import DFlashDrafter
-from dflash_mlx.drafters.dflash_state import DFlashState
+from dflash_mlx.drafters.contract import Drafter, DraftState
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
@@ -35,7 +33,7 @@ class Batch:
     on the device. bounds: the most positions that each row can have then.
     """
 
-    def __init__(self, target: Target, drafter: DFlashDrafter | None) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None) -> None:
         self.target, self.drafter = target, drafter
         self.clear()
 
@@ -59,15 +57,18 @@ class Batch:
         assert self.caches is not None
         return self.caches.commits_on_host
 
-    def forward(self, drafts: Drafts | DraftTree | None) -> tuple[mx.array, mx.array | None]:
-        """Launch the target over each row's anchor and drafts: logits (B, W + 1, V), features for the drafter."""
+    def forward(self, drafts: Drafts | DraftTree | None) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Launch the target over each row's anchor and drafts.
+
+        Returns these tokens (B, W + 1), the logits (B, W + 1, V) and features for the drafter.
+        """
         assert self.caches is not None
         block = block_of(self.anchors, drafts)
         fed = block.shape[1]
         self._rounds_unused = self._rounds_unused + 1 if len(self.lanes) < len(self.rows) else 0
         self.bounds = [fed + (bound if lane else 0) for lane, bound in zip(self.rows, self.bounds, strict=True)]
         tree = drafts.shape if isinstance(drafts, DraftTree) else None
-        return self.caches.feed(self.model, block, at=self.at, room=max(self.bounds), tree=tree)
+        return block, *self.caches.feed(self.model, block, at=self.at, room=max(self.bounds), tree=tree)
 
     def move_on(self, verdict: Verdict) -> None:
         """Let the next round begin where a round ends; what it keeps need not be known to the host."""
@@ -83,7 +84,7 @@ class Batch:
     @property
     def model(self) -> Pass:
         """The target's, with features for the drafter if there is one."""
-        return self.target.pass_for(() if self.state is None else self.state.taps)
+        return self.target.pass_for(() if self.drafter is None else self.drafter.taps)
 
     def row_of(self, lane: Lane) -> int:
         return self.rows.index(lane)
@@ -124,6 +125,8 @@ class Batch:
             vars(self).update(vars(arriving[0]))
             arriving = arriving[1:]
         count = self._wanted_rows(sum(len(other.rows) for other in arriving))
+        if self.state is not None and (arriving or count != len(self.rows)):
+            self.state.settle(self.at)
         if count > len(self.rows):
             self._add(count - len(self.rows))
         for other in arriving:
@@ -155,7 +158,8 @@ class Batch:
         assert isinstance(other.caches, BatchCaches)
         places = [row for row, lane in enumerate(self.rows) if lane is None][: len(other.rows)]
         self.caches.take_over(other.caches, places)
-        if self.state is not None:
+        if self.state is not None and other.state is not None:
+            other.state.settle(other.at)
             self.state.take_over(other.state, places)
         index = mx.array(places)
         self.at, self.anchors = mx.array(self.at), mx.array(self.anchors)
@@ -164,18 +168,18 @@ class Batch:
             self.rows[place], self.bounds[place] = lane, bound
 
     @classmethod
-    def of(cls, lane: Lane, drafter: DFlashDrafter | None) -> "Batch":
+    def of(cls, lane: Lane, drafter: Drafter | None) -> "Batch":
         """A batch of one lane, whose session's caches move there."""
         session, length = lane.session, len(lane.session.tokens)
         batch = cls(session.target, drafter)
         batch.caches = open_caches(session)
         if drafter is not None:
-            batch.state = DFlashState.of(drafter, session.target, session.draft_cache, length)
+            batch.state = drafter.open(session.target, session.draft_cache, length)
         batch.begin([lane])
         return batch
 
     @classmethod
-    def reading(cls, target: Target, drafter: DFlashDrafter | None, prompts: Sequence[Sequence[int]]) -> "Batch":
+    def reading(cls, target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]]) -> "Batch":
         """Read the prompts of new answers in one pass, all but their last tokens; `begin` then gives the rows lanes."""
         batch = cls(target, drafter)
         wanted = len(prompts)
@@ -183,15 +187,16 @@ class Batch:
         counts = [len(prompt) - 1 for prompt in prompts] + [0] * (rows - wanted)
         caches = target.blank_rows(rows, room)
         if drafter is not None:
-            batch.state = DFlashState.blank(drafter, target, rows, room)
+            batch.state = drafter.blank(target, rows, room)
         padded = np.zeros((rows, room), dtype=np.uint32)
         for row, prompt in enumerate(prompts):
             padded[row, : counts[row]] = prompt[:-1]
         tokens, at = mx.array(padded), mx.zeros((rows,), dtype=mx.int32)
         features = caches.read(batch.model, tokens, counts, at=at, room=room)
         held: list[Any] = [leaf.state for leaf in caches.rows.attention]
-        if batch.state is not None and features is not None:
-            batch.state.extend(features, at, room=room, all_kept=False)
+        if batch.state is not None:
+            batch.state.extend(tokens, features, at, room=room, all_kept=False)
+            batch.state.settle(mx.array(counts))
             held += [leaf.state for leaf in batch.state.layers()]
         held += [state.cache for state in caches.rows.states]
         # Where passes are replayed, the GPU is the quicker one: the next round can be launched after them at once.

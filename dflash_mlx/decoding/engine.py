@@ -25,7 +25,7 @@ from dflash_mlx.decoding.round import Plan, Round
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import Drafts, accept, candidates_of, consider, propose
 from dflash_mlx.decoding.tree import DraftTree
-from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.contract import Drafter, Outlook
 from dflash_mlx.targets.target import Target
 
 # What a lane gained in a round, or what went wrong with it alone.
@@ -35,7 +35,7 @@ Result = tuple[Lane, Step | Exception]
 class Engine:
     """Answers made together; `policy` chooses the width for several lanes, a single lane has a policy of its own."""
 
-    def __init__(self, target: Target, drafter: DFlashDrafter | None, *, policy: GroupPolicy | None = None) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, *, policy: GroupPolicy | None = None) -> None:
         self.target, self.drafter, self.policy = target, drafter, policy
         self._batch = Batch(target, drafter)
         self._joining: list[Batch] = []
@@ -59,7 +59,7 @@ class Engine:
         assert self.target.takes_rows() or not self.lanes, "this target's answers are made one at a time"
         for lane in batch.lanes:
             lane.session.away = self
-            if self._may_branch(lane):
+            if self._may_branch(lane) or not (self.drafter is None or self.drafter.allows_rejection):
                 lane.strategy = for_trees(lane.strategy)
         self._joining.append(batch)
 
@@ -99,10 +99,10 @@ class Engine:
     def _prepare(self, current: Round) -> Plan | None:
         """Draft for the round after `current`, and launch it if nothing of it waits for the host.
 
-        None where the rows are about to change.
+        None where the rows are about to change, or drafting needs what the round on its way brings.
         """
         batch = self._batch
-        if self._joining or not batch.is_arranged:
+        if self._joining or not batch.is_arranged or self._outlook is Outlook.HOST:
             return None
         # The round on its way yields one token at least, and the next one its own.
         wanted = max(lane.remaining for lane in batch.lanes)
@@ -120,7 +120,7 @@ class Engine:
     def _places(self, most: int) -> int:
         """How many places to draft, as the policy wants."""
         batch = self._batch
-        if batch.state is None or most <= 0:
+        if most <= 0 or self._outlook is Outlook.NOTHING:
             return 0
         places = self._lone.policy.next_width() if self._lone else self._shared.next_width(len(batch.rows))
         return self._fitting(places, most)
@@ -144,18 +144,22 @@ class Engine:
         batch = self._batch
         assert batch.state is not None
         room = max(batch.bounds) + 1 + places
-        drafts = propose(batch.rows, batch.state, places, anchors=batch.anchors, at=batch.at, room=room)
+        drafted = propose(batch.rows, batch.state, places, anchors=batch.anchors, at=batch.at, room=room)
+        drafts = Drafts(drafted.tokens, drafted.proposals)
         policy = self._lone.policy if self._lone else self._shared
         if policy.reads_confidence:
-            drafts.ranking = consider(batch.rows, batch.state, drafts, batch.at, branches=self._branches)
+            vocabulary = batch.state.vocabulary
+            drafts.ranking = consider(batch.rows, drafted, vocabulary, batch.at, branches=self._branches)
         return drafts
 
     def _absorb(self, current: Round) -> None:
-        """Hand a round's features to the drafter, all of them: what is rejected is masked, and then written over."""
-        batch, features = self._batch, current.verdict.features
-        if batch.state is not None and features is not None and not current.absorbed:
+        """Hand a round to the drafter, all of it: what is rejected is masked, and then written over."""
+        batch, verdict = self._batch, current.verdict
+        if batch.state is not None and not current.absorbed:
             current.absorbed = True
-            batch.state.extend(features, current.at, room=max(batch.bounds), all_kept=current.width == 0)
+            batch.state.extend(
+                verdict.fed, verdict.features, current.at, room=max(batch.bounds), all_kept=current.width == 0
+            )
 
     # Reading it.
 
@@ -273,8 +277,8 @@ class Engine:
             for row, lane in enumerate(rows)
             if lane is not None and lane.history is not None
         }
-        logits, features = batch.forward(drafts)
-        verdict = accept(rows, drafts, logits, features, at=at, histories=histories, bits=bits)
+        fed, logits, features = batch.forward(drafts)
+        verdict = accept(rows, drafts, fed, logits, features, at=at, histories=histories, bits=bits)
         batch.move_on(verdict)
         mx.async_eval(verdict.arrays, [verdict.features] if verdict.features is not None else [])
         return Round(rows, at, verdict, width, width if drafted is None else drafted, isinstance(drafts, DraftTree))
@@ -310,6 +314,12 @@ class Engine:
     def _shared(self) -> GroupPolicy:
         assert self.policy is not None, "several lanes need a policy of their own"
         return self.policy
+
+    @property
+    def _outlook(self) -> Outlook:
+        """What drafting for the next round takes."""
+        state = self._batch.state
+        return Outlook.NOTHING if state is None else state.outlook(self._batch.lanes)
 
     @property
     def _branches(self) -> bool:
@@ -349,6 +359,6 @@ class Engine:
             raise
 
 
-def can_branch(target: Target, drafter: DFlashDrafter) -> bool:
+def can_branch(target: Target, drafter: Drafter) -> bool:
     """Whether rounds may be trees of drafts."""
     return drafter.supports_trees and target.takes_rows() and target.takes_trees()

@@ -66,6 +66,11 @@ class Lane:
         alone = self.processors or self.guide is not None or self.top_logprobs is not None
         return type(self.strategy) is Greedy and not alone
 
+    def text_from(self, position: int) -> list[int]:
+        """The tokens from a position on, prompt and answer, up to the anchor."""
+        held = self.session.tokens
+        return [*held[position:], self.anchor] if position <= len(held) else []
+
     def history_after(self, tokens: mx.array) -> mx.array:
         """The history once `tokens` (n,) have come."""
         assert self.history is not None

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.own import OwnCaches
 from dflash_mlx.caches.target_caches import BatchCaches
-from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.targets.target import Target
 
 
@@ -34,12 +33,12 @@ class Session:
     """
 
     target: Target
-    drafter: DFlashDrafter | None
+    drafter: Drafter | None
     ends_with_answer: bool = False
     tokens: list[int] = field(default_factory=list)
     away: Away | None = None
     target_cache: OwnCaches = field(init=False)
-    draft_cache: list[KVCache] = field(init=False)
+    draft_cache: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -53,11 +52,11 @@ class Session:
     def feed(self, tokens: list[int]) -> None:
         """Read the next tokens of a prompt, into both caches; vocabulary logits are never computed."""
         assert self.away is None
-        taps = self.drafter.config.target_layer_ids if self.drafter is not None else ()
+        fed, taps = mx.array([tokens]), self.drafter.taps if self.drafter is not None else ()
         with self.whole_or_reset():
-            features = self.target.read(mx.array([tokens]), self.target_cache, taps)
-            if self.drafter is not None and features is not None:
-                self.drafter.extend_context(features, self.draft_cache)
+            features = self.target.read(fed, self.target_cache, taps)
+            if self.drafter is not None:
+                self.drafter.read(self.target, fed, features, self.draft_cache)
             mx.eval([layer_cache.state for layer_cache in [*self.target_cache, *self.draft_cache]])
         self.tokens += tokens
 

@@ -11,28 +11,26 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.decoding.accept import Greedy, Outcome, for_trees, judge, match
+from dflash_mlx.decoding.accept import Outcome, for_trees, judge, match
 from dflash_mlx.decoding.constraint import Bits, mask_rows
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.logprobs import TokenLogprob, pack_logprobs, unpack_logprobs
 from dflash_mlx.decoding.tree import BRANCHES, Candidates, DraftTree, Ranking, rank
-from dflash_mlx.drafters.contract import DraftState, Proposal
+from dflash_mlx.drafters.contract import Drafted, DraftState, DraftVocabulary, Nobody, Proposal
 from dflash_mlx.sampling import LogitsProcessor
 
 Lanes = Sequence[Lane | None]
-_GREEDY = Greedy()
 
 
 @dataclass
 class Drafts:
-    """Drafted chains: the tokens (B, W) after each anchor, as `logits` (B, W, n) gave them.
+    """Drafted chains: the tokens (B, W) after each anchor.
 
     proposals: of each lane, where tokens are not just the best ones. limits: how many of a lane's drafts are to be
     judged, by row, where that is not all of them. ranking: what a policy is to choose from.
     """
 
     tokens: mx.array
-    logits: mx.array
     proposals: list[Proposal] | None = None
     limits: dict[int, int] = field(default_factory=dict)
     ranking: Ranking | None = None
@@ -48,7 +46,7 @@ class Drafts:
 
     def of(self, row: int) -> Proposal | None:
         """One lane's drafts, those that are to be judged."""
-        whole = self.proposals[row] if self.proposals else Proposal(self.tokens[row], self.logits[row])
+        whole = self.proposals[row] if self.proposals else Proposal(self.tokens[row])
         width = self.limits.get(row, self.width)
         return whole.shortened(width) if width else None
 
@@ -59,7 +57,7 @@ class Drafts:
         if width <= 0:
             return None
         proposals = [p.shortened(width) for p in self.proposals] if self.proposals else None
-        return Drafts(self.tokens[:, :width], self.logits[:, :width], proposals)
+        return Drafts(self.tokens[:, :width], proposals)
 
     def narrowed(self) -> "Drafts | None":
         """Without the places where no lane has drafts that are to be judged."""
@@ -74,18 +72,19 @@ class Drafts:
         index = mx.array(list(rows))
         proposals = [self.proposals[row] for row in rows] if self.proposals else None
         ranking = self.ranking.take(rows, self.tokens.shape[0]) if self.ranking is not None else None
-        return Drafts(self.tokens[index], self.logits[index], proposals, ranking=ranking)
+        return Drafts(self.tokens[index], proposals, ranking=ranking)
 
 
 @dataclass
 class Verdict:
     """A launched verification: its outcome is still on the device.
 
-    features: (B, L, taps * D), of the rows that may be kept, in the order in which they would be; logprobs: packed, by
-    lane.
+    fed: (B, L) tokens, and features: (B, L, taps * D), of the rows that may be kept, in the order in which they would
+    be; logprobs: packed, by lane.
     """
 
     outcome: Outcome
+    fed: mx.array
     features: mx.array | None
     logprobs: dict[int, mx.array]
 
@@ -98,32 +97,29 @@ class Verdict:
         return [self.outcome.packed, *self.logprobs.values()]
 
 
-def propose(lanes: Lanes, state: DraftState, places: int, *, anchors: mx.array, at: mx.array, room: int) -> Drafts:
-    """Draft `places` tokens after the anchors (B,), which are at the positions `at` (B,); one pass of the drafter."""
-    draft = state.draft(anchors, at, places, room=room)
-    if state.supports_trees and all(lane is None or lane.is_plain_greedy for lane in lanes):
-        best = mx.argmax(draft.logits, axis=-1)
-        return Drafts(best if state.vocabulary is None else state.vocabulary.token_ids[best], draft.logits)
-    proposals = [
-        state.propose(_GREEDY if lane is None else lane.strategy, draft, row, anchors[row : row + 1], at[row] + 1)
-        for row, lane in enumerate(lanes)
-    ]
-    return Drafts(mx.stack([proposal.tokens for proposal in proposals]), draft.logits, proposals)
+def propose(lanes: Lanes, state: DraftState, places: int, *, anchors: mx.array, at: mx.array, room: int) -> Drafted:
+    """Draft `places` tokens after the anchors (B,), which are at the positions `at` (B,)."""
+    writers = [Nobody() if lane is None else lane for lane in lanes]
+    return state.propose(writers, anchors, at, places, room=room)
 
 
-def consider(lanes: Lanes, state: DraftState, drafts: Drafts, at: mx.array, *, branches: bool) -> Ranking:
+def consider(
+    lanes: Lanes, drafted: Drafted, vocabulary: DraftVocabulary | None, at: mx.array, *, branches: bool
+) -> Ranking:
     """What a policy is to choose from: a tree's drafts, for a single lane, or the width of chains.
 
-    The chance that a chain is kept is that of its places' best tokens: it depends on the context alone, not on the
-    tokens drawn, so choosing a width by it does not bias sampling.
+    The chance that a chain is kept is that of its places' best tokens.
     """
-    ids = state.vocabulary.token_ids if state.vocabulary else None
+    if drafted.logits is None:
+        assert drafted.log_probs is not None
+        return Ranking(drafted.tokens.reshape(-1, 1), drafted.log_probs.reshape(-1, 1))
+    ids = vocabulary.token_ids if vocabulary else None
     if branches:
         [lane] = lanes
         assert lane is not None
-        preferences = for_trees(lane.strategy).preferences(drafts.logits[0], at[0] + 1, state.vocabulary)
+        preferences = for_trees(lane.strategy).preferences(drafted.logits[0], at[0] + 1, vocabulary)
         return rank(preferences, BRANCHES, ids)
-    return rank(drafts.logits.reshape(-1, drafts.logits.shape[-1]), 1, ids)
+    return rank(drafted.logits.reshape(-1, drafted.logits.shape[-1]), 1, ids)
 
 
 def candidates_of(ranking: Ranking, lanes: int) -> list[Candidates]:
@@ -146,6 +142,7 @@ def block_of(anchors: mx.array, drafts: Drafts | DraftTree | None) -> mx.array:
 def accept(
     lanes: Lanes,
     drafts: Drafts | DraftTree | None,
+    fed: mx.array,
     logits: mx.array,
     features: mx.array | None,
     *,
@@ -155,7 +152,8 @@ def accept(
 ) -> Verdict:
     """Judge the drafts by the target's logits (B, W + 1, V) for the anchors, at positions `at` (B,), and each draft.
 
-    histories: the tokens up to a lane's anchor, for its processors; bits: what may come at a lane's rows.
+    fed: these tokens, (B, W + 1); histories: the tokens up to a lane's anchor, for its processors; bits: what may come
+    at a lane's rows.
     """
     if isinstance(drafts, DraftTree):
         [lane] = lanes
@@ -165,9 +163,9 @@ def accept(
         count = lane.top_logprobs
         packed = {} if count is None else {0: pack_logprobs(logits[0][outcome.path], outcome.tokens, count)}
         kept = features[:, outcome.path] if features is not None else None
-        return Verdict(Outcome.stack([outcome], outcome.depth), kept, packed)
+        return Verdict(Outcome.stack([outcome], outcome.depth), fed[:, outcome.path], kept, packed)
     if all(lane is None or lane.is_plain_greedy for lane in lanes):
-        return Verdict(match(drafts.tokens if drafts else None, mx.argmax(logits, axis=-1)), features, {})
+        return Verdict(match(drafts.tokens if drafts else None, mx.argmax(logits, axis=-1)), fed, features, {})
     outcomes, packed = [], {}
     for row, lane in enumerate(lanes):
         proposal = drafts.of(row) if drafts else None
@@ -182,7 +180,7 @@ def accept(
         outcomes.append(lane.strategy.accept(proposal, rows, at[row] + 1))
         if lane.top_logprobs is not None:
             packed[row] = pack_logprobs(rows, outcomes[-1].tokens, lane.top_logprobs)
-    return Verdict(Outcome.stack(outcomes, drafts.width if drafts else 0), features, packed)
+    return Verdict(Outcome.stack(outcomes, drafts.width if drafts else 0), fed, features, packed)
 
 
 def process_rows(

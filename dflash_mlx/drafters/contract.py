@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.targets.target import Target
 
 
 @dataclass
@@ -25,12 +29,10 @@ class DraftVocabulary:
 class Proposal:
     """A drafted continuation of one answer's anchor.
 
-    tokens: (W,) drafted ids; probs: (W, V) float32 distributions they were drawn from, for sampling by rejection;
-    logits: the drafter's, (W, V) or (W, n) when it has a vocabulary of its own.
+    tokens: (W,) drafted ids; probs: (W, V) float32 distributions they were drawn from, for sampling by rejection.
     """
 
     tokens: mx.array
-    logits: mx.array
     probs: mx.array | None = None
 
     @property
@@ -41,16 +43,36 @@ class Proposal:
         """The first `width` drafts."""
         if width >= self.width:
             return self
-        return Proposal(self.tokens[:width], self.logits[:width], None if self.probs is None else self.probs[:width])
+        return Proposal(self.tokens[:width], None if self.probs is None else self.probs[:width])
+
+
+def best_tokens(logits: mx.array, vocabulary: DraftVocabulary | None) -> mx.array:
+    """The likeliest tokens (...) by logits (..., V), or (..., n) of a `vocabulary`."""
+    best = mx.argmax(logits, axis=-1)
+    return best if vocabulary is None else vocabulary.token_ids[best]
 
 
 @dataclass
-class Draft:
-    """What a drafter says of the W places after each anchor: logits (B, W, V), or (B, W, n) when it has a vocabulary
-    of its own, and hidden states (B, W, D)."""
+class Drafted:
+    """Drafts of B answers: tokens (B, W) after each anchor, and what the drafter thinks of them.
 
-    logits: mx.array
-    hidden: mx.array
+    logits: (B, W, V), or (B, W, n) when it has a vocabulary of its own. log_probs: (B, W), where it has no logits and
+    only holds its drafts so likely. proposals: of each answer, where tokens are not just the best ones.
+    """
+
+    tokens: mx.array
+    logits: mx.array | None = None
+    log_probs: mx.array | None = None
+    proposals: list[Proposal] | None = None
+
+    @property
+    def confidence(self) -> mx.array:
+        """Logarithms of the chance of the best token at each place, (B, W) float32."""
+        if self.logits is None:
+            assert self.log_probs is not None
+            return self.log_probs
+        logits = self.logits.astype(mx.float32)
+        return logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)
 
 
 class Chooser(Protocol):
@@ -60,6 +82,105 @@ class Chooser(Protocol):
         """Draft from logits (W, V), or (W, n) of a `vocabulary`; `position` is the first token's."""
 
 
+class Writer(Protocol):
+    """An answer in progress, as far as drafting looks at it (`decoding.lane.Lane`)."""
+
+    @property
+    def strategy(self) -> Chooser:
+        """How its tokens are chosen."""
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the best token is all that is asked for."""
+
+    def text_from(self, position: int) -> list[int]:
+        """Its tokens from a position on, prompt and answer, up to the newest one that the host knows."""
+
+
+class Nobody:
+    """The writer of a row without an answer: the best tokens are drafted for it, and nobody looks at them."""
+
+    is_plain_greedy = True
+
+    @property
+    def strategy(self) -> Chooser:
+        return self
+
+    def propose(self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None) -> Proposal:
+        return Proposal(best_tokens(logits, vocabulary))
+
+    def text_from(self, position: int) -> list[int]:
+        return []
+
+
+class Outlook(Enum):
+    """What drafting for the next round takes."""
+
+    NOTHING = "there is nothing to draft"
+    DEVICE = "the device knows all that drafting needs"
+    HOST = "the host has to know the newest tokens first"
+
+
+class Drafter(Protocol):
+    """A way of drafting, loaded."""
+
+    method: str
+
+    @property
+    def places(self) -> int:
+        """The most tokens that it drafts for a round."""
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Layers of the target whose outputs it wants to see, their features concatenated.
+
+        The number of layers itself stands for the hidden states after the final norm.
+        """
+
+    @property
+    def supports_trees(self) -> bool:
+        """Whether what it says of a place is the same whatever is chosen at the places before."""
+
+    @property
+    def allows_rejection(self) -> bool:
+        """Whether its drafts may be sampled, and then judged, by rejection.
+
+        This needs distributions that they were drawn from, and a confidence in a place that does not depend on the
+        tokens drawn before it: else choosing a width by it would bias sampling. Otherwise a sampled token is kept
+        while it is the target's own draw.
+        """
+
+    @property
+    def drafts_on_host(self) -> bool:
+        """Whether all its drafting is done on the host, which then always waits for the newest tokens."""
+
+    @property
+    def networks(self) -> Sequence[nn.Module]:
+        """Its networks, whose layers may use kernels."""
+
+    @property
+    def head_dim(self) -> int | None:
+        """Size of its attention heads, or None where it has no attention."""
+
+    def misfits(self, target: Target) -> list[str]:
+        """What speaks against using it for this target, by what the two configs say."""
+
+    def make_cache(self) -> list[Any]:
+        """Caches for what it remembers of one answer: mlx-lm's."""
+
+    def read(self, target: Target, tokens: mx.array, features: mx.array | None, caches: list[Any]) -> None:
+        """Take in the next tokens (1, L) of a prompt with their features (1, L, taps * D)."""
+
+    def open(self, target: Target, caches: list[Any], length: int) -> "DraftState":
+        """Go to work on one answer, of which the caches hold the first `length` positions. They move over."""
+
+    def blank(self, target: Target, rows: int, positions: int) -> "DraftState":
+        """Go to work on so many answers of which nothing is known, with room for some positions each."""
+
+    def rehearsal(self) -> "Drafter":
+        """One that drafts for every round, whatever the text: for measuring what rounds take."""
+
+
 class DraftState(Protocol):
     """A drafter at work on a batch: what it remembers of B answers, a row for each."""
 
@@ -67,38 +188,37 @@ class DraftState(Protocol):
     def vocabulary(self) -> DraftVocabulary | None:
         """The tokens that may be drafted, or None for all."""
 
-    @property
-    def supports_trees(self) -> bool:
-        """Whether what it says of a place is the same whatever is chosen at the places before."""
+    def outlook(self, writers: Sequence[Writer]) -> Outlook:
+        """What drafting for the next round takes, by what the host knows of the answers."""
 
-    @property
-    def taps(self) -> Sequence[int]:
-        """Layers of the target whose outputs it wants to see, their features concatenated."""
-
-    def extend(self, features: mx.array, at: mx.array, *, room: int, all_kept: bool) -> None:
-        """Take in the features (B, L, taps * D) of a round whose first token is at the positions `at` (B,).
+    def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
+        """Take in a round: the tokens (B, L) that the target was fed from the positions `at` (B,) on, their features
+        (B, L, taps * D).
 
         Those that are rejected are written over by the next ones. `room`: no row has more positions after this.
         all_kept: none will be rejected.
         """
 
-    def draft(self, anchors: mx.array, at: mx.array, places: int, *, room: int) -> Draft:
-        """Draft `places` tokens after each of the anchors (B,), which are at the positions `at` (B,)."""
+    def settle(self, at: mx.array) -> None:
+        """Work off everything that came before the positions `at` (B,), which are those of the anchors."""
 
-    def propose(self, chooser: Chooser, draft: Draft, row: int, anchor: mx.array, position: mx.array) -> Proposal:
-        """Choose one answer's drafts; `anchor` (1,), `position` () of the first draft."""
+    def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
+        """Draft `places` tokens after each of the anchors (B,), which are at the positions `at` (B,).
+
+        writers: one for each row.
+        """
 
     def layers(self) -> list[Any]:
         """The caches of all rows, with everything that was kept so far."""
 
     def add(self, count: int) -> None:
-        """Add rows that hold nothing."""
+        """Add rows that hold nothing. What came before is settled."""
 
     def take_over(self, other: Any, places: Sequence[int]) -> None:
-        """Take the rows of another, each into the place of one that holds nothing."""
+        """Take the rows of another, each into the place of one that holds nothing. Both are settled."""
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Leave only these rows, in this order."""
+        """Leave only these rows, in this order. What came before is settled."""
 
     def give_back(self, row: int, length: int, caches: list[Any]) -> None:
         """Put what it remembers of the first `length` positions of a row into the caches that a session keeps."""

@@ -6,6 +6,7 @@ rounds: a block's own are written after them, for as long as it is drafted, and 
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,10 @@ from mlx_lm.models.cache import KVCache
 from dflash_mlx.caches.rows import RowKVCache, Rows
 from dflash_mlx.drafters.attention_mask import BlockMask, block_mask
 from dflash_mlx.drafters.config import DraftConfig
+from dflash_mlx.drafters.contract import Chooser, DraftVocabulary, Proposal
+from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.drafters.rope import make_rope
+from dflash_mlx.targets.target import Target
 
 
 class DraftAttention(nn.Module):
@@ -87,9 +91,12 @@ class DFlashDrafter(nn.Module):
     row for the mask token or its own head for the tokens that it drafts.
     """
 
+    method = "dflash"
     layer_class: type[DraftLayer] = DraftLayer
     # Its places do not depend on each other, so the drafts of a round may be a tree.
     supports_trees = True
+    allows_rejection = True
+    drafts_on_host = False
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -111,6 +118,66 @@ class DFlashDrafter(nn.Module):
     def dtype(self) -> mx.Dtype:
         """What it computes in. Features and embeddings of another type are cast on their way in, and results back."""
         return self.norm.weight.dtype
+
+    @property
+    def places(self) -> int:
+        return self.config.block_size - 1
+
+    @property
+    def taps(self) -> Sequence[int]:
+        return self.config.target_layer_ids
+
+    @property
+    def networks(self) -> Sequence[nn.Module]:
+        return [self]
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.head_dim
+
+    def rehearsal(self) -> "DFlashDrafter":
+        return self
+
+    def misfits(self, target: Target) -> list[str]:
+        config, layers = self.config, len(target.layers)
+        found = []
+        if config.hidden_size != target.hidden_size:
+            found.append(f"it was made for a hidden size of {config.hidden_size}, the target has {target.hidden_size}")
+        if config.vocab_size != target.vocab_size:
+            found.append(f"it was made for a vocabulary of {config.vocab_size}, the target has {target.vocab_size}")
+        if config.num_target_layers not in (None, layers):
+            found.append(f"it was made for {config.num_target_layers} target layers, the target has {layers}")
+        outside = [i for i in config.target_layer_ids if not 0 <= i < layers]
+        if outside:
+            found.append(f"it reads target layers {outside}, the target has layers 0 to {layers - 1}")
+        if any(a >= b for a, b in pairwise(config.target_layer_ids)):
+            found.append(f"its target layers {list(config.target_layer_ids)} are not in rising order")
+        return found
+
+    def read(
+        self, target: Target, tokens: mx.array, features: mx.array | None, caches: Sequence[KVCache | RowKVCache]
+    ) -> None:
+        assert features is not None
+        self.extend_context(features, caches)
+
+    def open(self, target: Target, caches: Sequence[KVCache], length: int) -> DFlashState:
+        return DFlashState.of(self, target, caches, length)
+
+    def blank(self, target: Target, rows: int, positions: int) -> DFlashState:
+        return DFlashState.blank(self, target, rows, positions)
+
+    def choose(
+        self,
+        chooser: Chooser,
+        logits: mx.array,
+        hidden: mx.array,
+        *,
+        anchor: mx.array,
+        position: int | mx.array,
+        vocabulary: DraftVocabulary | None,
+    ) -> Proposal:
+        """One answer's drafts after its `anchor` (1,), by its logits (W, n) and hidden states (W, D) of the places."""
+        return chooser.propose(logits, position, vocabulary)
 
     def rope_of(self, layer: int) -> nn.Module:
         return self._ropes[self.config.layer_types[layer]]

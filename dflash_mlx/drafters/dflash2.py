@@ -13,7 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.drafters.config import DraftConfig
+from dflash_mlx.drafters.contract import Chooser, DraftVocabulary, Proposal
 from dflash_mlx.drafters.dflash import DFlashDrafter, DraftLayer
+from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.sampling import best_columns
 
 
@@ -108,3 +110,23 @@ class DFlash2Drafter(DFlashDrafter):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__(config)
         self.candidate_selector = PathSelector(config)
+
+    def choose(
+        self,
+        chooser: Chooser,
+        logits: mx.array,
+        hidden: mx.array,
+        *,
+        anchor: mx.array,
+        position: int | mx.array,
+        vocabulary: DraftVocabulary | None,
+    ) -> Proposal:
+        return propose_path(
+            self.candidate_selector,
+            chooser,
+            hidden=hidden,
+            logits=logits,
+            anchor=anchor,
+            position=position,
+            vocabulary=vocabulary or DraftVocabulary(mx.arange(logits.shape[-1]), self.config.vocab_size),
+        )

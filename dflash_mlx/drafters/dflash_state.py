@@ -1,18 +1,18 @@
 """A DFlash drafter at work on a batch of answers."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.drafters.contract import Chooser, Draft, DraftVocabulary, Proposal
-from dflash_mlx.drafters.dflash import DFlashDrafter
-from dflash_mlx.drafters.dflash2 import DFlash2Drafter
-from dflash_mlx.drafters.path import propose_path
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Outlook, Writer, best_tokens
 from dflash_mlx.targets.target import Target
+
+if TYPE_CHECKING:
+    from dflash_mlx.drafters.dflash import DFlashDrafter
 
 # While nothing is drafted, features wait for the drafter in batches of this many tokens.
 _MAX_PENDING = 64
@@ -21,27 +21,29 @@ _MAX_PENDING = 64
 class DFlashState:
     """See `contract.DraftState`; `rows` are caches like the drafter's own, of any number of answers."""
 
-    def __init__(self, drafter: DFlashDrafter, target: Target, rows: Rows) -> None:
+    def __init__(self, drafter: "DFlashDrafter", target: Target, rows: Rows) -> None:
         self.drafter, self.target, self.rows = drafter, target, rows
         self._passes = _Passes.of(drafter, target)
         self.vocabulary = self._passes.vocabulary
-        self.supports_trees = drafter.supports_trees
-        self.taps = drafter.config.target_layer_ids
         self._pending: list[mx.array] = []
         self._pending_at = self.rows.lengths.value
         self._pending_kept = True
 
     @classmethod
-    def of(cls, drafter: DFlashDrafter, target: Target, caches: Sequence[KVCache], length: int) -> "DFlashState":
+    def of(cls, drafter: "DFlashDrafter", target: Target, caches: Sequence[KVCache], length: int) -> "DFlashState":
         """Of one answer, of which the drafter's caches hold the first `length` positions. They move over here."""
         return cls(drafter, target, Rows.of(drafter.filled(caches), length))
 
     @classmethod
-    def blank(cls, drafter: DFlashDrafter, target: Target, rows: int, positions: int) -> "DFlashState":
+    def blank(cls, drafter: "DFlashDrafter", target: Target, rows: int, positions: int) -> "DFlashState":
         """Of so many answers of which nothing is known, with room for some positions each."""
         return cls(drafter, target, Rows.blank(drafter.filled(drafter.make_cache()), rows, positions))
 
-    def extend(self, features: mx.array, at: mx.array, *, room: int, all_kept: bool) -> None:
+    def outlook(self, writers: Sequence[Writer]) -> Outlook:
+        return Outlook.DEVICE
+
+    def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
+        assert features is not None
         if self._pending and not self._pending_kept:
             self.absorb()
         if not self._pending:
@@ -60,42 +62,47 @@ class DFlashState:
             self.rows.lengths.value = self._pending_at
             self._passes.absorb(self.rows, features)
 
-    def draft(self, anchors: mx.array, at: mx.array, places: int, *, room: int) -> Draft:
+    def settle(self, at: mx.array) -> None:
+        self.absorb()
+
+    def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
+        logits, hidden = self.draft(anchors, at, places, room=room)
+        if self.drafter.supports_trees and all(writer.is_plain_greedy for writer in writers):
+            return Drafted(best_tokens(logits, self.vocabulary), logits)
+        proposals = [
+            self.drafter.choose(
+                writer.strategy,
+                logits[row],
+                hidden[row],
+                anchor=anchors[row : row + 1],
+                position=at[row] + 1,
+                vocabulary=self.vocabulary,
+            )
+            for row, writer in enumerate(writers)
+        ]
+        return Drafted(mx.stack([proposal.tokens for proposal in proposals]), logits, proposals=proposals)
+
+    def draft(self, anchors: mx.array, at: mx.array, places: int, *, room: int) -> tuple[mx.array, mx.array]:
+        """What the drafter says of the places after the anchors: logits (B, W, n) and hidden states (B, W, D)."""
         self.absorb()
         self.rows.reserve(room)
         self.rows.lengths.value = at
         masks = mx.full((anchors.shape[0], places), self.drafter.config.mask_token_id, dtype=mx.uint32)
         block = mx.concatenate([anchors.astype(mx.uint32)[:, None], masks], axis=1)
-        return Draft(*self._passes.draft(self.rows, block))
-
-    def propose(self, chooser: Chooser, draft: Draft, row: int, anchor: mx.array, position: mx.array) -> Proposal:
-        if not isinstance(self.drafter, DFlash2Drafter):
-            return chooser.propose(draft.logits[row], position, self.vocabulary)
-        return propose_path(
-            self.drafter.candidate_selector,
-            chooser,
-            hidden=draft.hidden[row],
-            logits=draft.logits[row],
-            anchor=anchor,
-            position=position,
-            vocabulary=self.vocabulary or DraftVocabulary(mx.arange(draft.logits.shape[-1]), self.target.vocab_size),
-        )
+        logits, hidden = self._passes.draft(self.rows, block)
+        return logits, hidden
 
     def layers(self) -> list[Any]:
         self.absorb()
         return self.rows.layers
 
     def add(self, count: int) -> None:
-        self.absorb()
         self.rows.add(count)
 
     def take_over(self, other: "DFlashState", places: Sequence[int]) -> None:
-        self.absorb()
-        other.absorb()
         self.rows.take_over(other.rows, places)
 
     def keep(self, rows: Sequence[int]) -> None:
-        self.absorb()
         self.rows.keep(rows)
 
     def give_back(self, row: int, length: int, caches: list[Any]) -> None:
@@ -106,13 +113,13 @@ class DFlashState:
 class _Passes:
     """What a drafter computes over rows for a target; replayed where the target's passes are."""
 
-    def __init__(self, drafter: DFlashDrafter, target: Target) -> None:
+    def __init__(self, drafter: "DFlashDrafter", target: Target) -> None:
         self.drafter, self.target = drafter, target
         self.vocabulary = draft_vocabulary(drafter, target)
         self.absorb, self.draft = (replayed(body, on=target.replays) for body in (self._absorb, self._draft))
 
     @classmethod
-    def of(cls, drafter: DFlashDrafter, target: Target) -> "_Passes":
+    def of(cls, drafter: "DFlashDrafter", target: Target) -> "_Passes":
         if id(drafter) not in target.drafting:
             target.drafting[id(drafter)] = cls(drafter, target)
         return target.drafting[id(drafter)]
@@ -126,13 +133,13 @@ class _Passes:
         return [draft_logits(self.drafter, self.target, hidden), hidden]
 
 
-def draft_vocabulary(drafter: DFlashDrafter, target: Target) -> DraftVocabulary | None:
+def draft_vocabulary(drafter: "DFlashDrafter", target: Target) -> DraftVocabulary | None:
     """The tokens that may be drafted, or None for all of them."""
     ids = drafter.config.draft_token_ids
     return DraftVocabulary(mx.array(ids), target.vocab_size) if ids else None
 
 
-def draft_logits(drafter: DFlashDrafter, target: Target, hidden: mx.array) -> mx.array:
+def draft_logits(drafter: "DFlashDrafter", target: Target, hidden: mx.array) -> mx.array:
     """The drafter's logits for its hidden states, (..., D) -> (..., V), or (..., n) for the n tokens it may draft."""
     ids = drafter.config.draft_token_ids
     own = drafter.lm_head if drafter.config.own_head else None

@@ -31,8 +31,7 @@ def propose_path(
 
     hidden: (W, D), logits: (W, n) for the vocabulary's n tokens. At each position the strategy chooses among the
     candidates as it would among a small vocabulary, so the distributions it reports are those it drew from, and its
-    acceptance stays lossless. The proposal keeps the head's own logits: the confidence in a draft must not depend on
-    the tokens drawn before it, or choosing a width by it would bias sampling.
+    acceptance stays lossless.
     """
     columns = selector.candidates(logits)
     tokens = vocabulary.token_ids[columns]
@@ -48,6 +47,5 @@ def propose_path(
     probs = [step.probs for step in steps if step.probs is not None]
     return Proposal(
         mx.concatenate([step.tokens for step in steps]),
-        logits,
         mx.concatenate(probs) if probs else None,
     )

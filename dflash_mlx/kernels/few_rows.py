@@ -25,8 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.drafters.dflash import DFlashDrafter
-from dflash_mlx.drafters.dflash_state import DFlashState
+from dflash_mlx.drafters.contract import Drafter, Nobody
 from dflash_mlx.kernels import exponentials
 from dflash_mlx.kernels.few_rows_attention import attention_layers, attention_works, set_attention
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work, set_few_rows
@@ -47,7 +46,7 @@ _ORDINARY: Way = False, 0
 
 def use_where_faster(
     target: Target,
-    drafter: DFlashDrafter | None,
+    drafter: Drafter | None,
     *,
     kernels: bool = True,
     report: Callable[[str, float | None], None] | None = None,
@@ -57,7 +56,7 @@ def use_where_faster(
     kernels=False leaves out all kernels of this project.
     """
     kind = backend().kind
-    models: list[nn.Module] = [target.model, *([drafter] if drafter is not None else [])]
+    models: list[nn.Module] = [target.model, *(drafter.networks if drafter is not None else ())]
     target.kernels = "" if kernels else "none"
     if kind == "cpu":
         if kernels:
@@ -72,10 +71,10 @@ def use_where_faster(
     return notes
 
 
-def _choose_attention(target: Target, drafter: DFlashDrafter | None, models: Sequence[nn.Module]) -> None:
+def _choose_attention(target: Target, drafter: Drafter | None, models: Sequence[nn.Module]) -> None:
     layers = [layer for model in models for layer in attention_layers(model)]
-    head_dims = {target.head_dim, drafter.config.head_dim if drafter is not None else None}
-    dtype = drafter.dtype if drafter is not None else activation_dtype(target.model)
+    head_dims = {target.head_dim, drafter.head_dim if drafter is not None else None}
+    dtype = activation_dtype(models[-1])
     if not all(attention_works(dtype, head_dim) for head_dim in head_dims if head_dim):
         return
 
@@ -86,11 +85,13 @@ def _choose_attention(target: Target, drafter: DFlashDrafter | None, models: Seq
     switch(is_faster(seconds[True], seconds[False]))
 
 
-def _choose_way(target: Target, drafter: DFlashDrafter | None, *, kernel: bool) -> None:
+def _choose_way(target: Target, drafter: Drafter | None, *, kernel: bool) -> None:
     """Measure replaying and the kernel for products together: each makes the other worth more, or less."""
     layers = fitting_layers(target.model, without=[target.head_module]) if kernel and drafter is not None else []
-    if drafter is not None and layers:
-        layers = layers + fitting_layers(drafter) if products_work(drafter.dtype) else []
+    networks = drafter.networks if drafter is not None else ()
+    if layers:
+        works = products_work(activation_dtype(networks[-1] if networks else target.model))
+        layers = layers + [layer for network in networks for layer in fitting_layers(network)] if works else []
 
     def switch(way: Way) -> None:
         set_few_rows(layers, way[1])
@@ -112,7 +113,7 @@ def _choose_way(target: Target, drafter: DFlashDrafter | None, *, kernel: bool) 
     switch(chosen)
 
 
-def _can_replay(target: Target, drafter: DFlashDrafter | None) -> bool:
+def _can_replay(target: Target, drafter: Drafter | None) -> bool:
     """Whether a replayed pass gives the same logits."""
     if not target.takes_rows():
         return False
@@ -126,12 +127,12 @@ def _can_replay(target: Target, drafter: DFlashDrafter | None) -> bool:
         return False
 
 
-def _rows(drafter: DFlashDrafter | None) -> int:
+def _rows(drafter: Drafter | None) -> int:
     return _ROUND if drafter is not None else 1
 
 
 def _compare(
-    target: Target, drafter: DFlashDrafter | None, rows: int, ways: Sequence[W], switch: Callable[[W], None]
+    target: Target, drafter: Drafter | None, rows: int, ways: Sequence[W], switch: Callable[[W], None]
 ) -> dict[W, float]:
     """Medians of what a round's computing takes over `rows` rows, in turns, each way after it was switched to."""
 
@@ -142,13 +143,13 @@ def _compare(
     return {way: statistics.median(times) for way, times in take_turns(ways, timed).items()}
 
 
-def _seconds(target: Target, drafter: DFlashDrafter | None, rows: int) -> float:
+def _seconds(target: Target, drafter: Drafter | None, rows: int) -> float:
     """Of a forward of the target and a draft, the second time: what is compiled or recorded at first does not count."""
     _round(target, drafter, rows)
     return _round(target, drafter, rows)[0]
 
 
-def _round(target: Target, drafter: DFlashDrafter | None, rows: int) -> tuple[float, mx.array]:
+def _round(target: Target, drafter: Drafter | None, rows: int) -> tuple[float, mx.array]:
     """A forward of the target and a draft, over new caches like those of a round: seconds, and the target's logits.
 
     So many rows in all, of as many answers as there are then, where the target takes several at once.
@@ -157,14 +158,16 @@ def _round(target: Target, drafter: DFlashDrafter | None, rows: int) -> tuple[fl
     block = rows // lanes
     tokens = mx.arange(rows).reshape(lanes, block) % target.vocab_size
     at, room = mx.zeros((lanes,), dtype=mx.int32), 2 * block
-    model = target.pass_for(drafter.config.target_layer_ids if drafter is not None else ())
+    model = target.pass_for(drafter.taps if drafter is not None else ())
     held = Rows.blank(target.blank_caches, lanes, room) if target.takes_rows() else None
-    state = DFlashState.blank(drafter, target, lanes, room) if drafter is not None else None
+    state = drafter.blank(target, lanes, room) if drafter is not None else None
     started = time.perf_counter()
     logits, features = model(tokens, target.make_cache()) if held is None else model.over(held, tokens)
-    if state is None or features is None:
+    if state is None or drafter is None:
         mx.eval(logits)
     else:
-        state.extend(features, at, room=room, all_kept=True)
-        mx.eval(logits, state.draft(tokens[:, 0], at + block, block - 1, room=room).hidden)
+        state.extend(tokens, features, at, room=room, all_kept=True)
+        places = min(block - 1, drafter.places)
+        drafted = state.propose([Nobody()] * lanes, tokens[:, 0], at + block, places, room=room)
+        mx.eval(logits, drafted.tokens)
     return time.perf_counter() - started, logits

@@ -13,9 +13,9 @@ from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.engine import can_branch
 from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.steps import propose
 from dflash_mlx.decoding.tree import BRANCHES, rank, wide_sizes
-from dflash_mlx.drafters.dflash import DFlashDrafter
-from dflash_mlx.drafters.dflash_state import DFlashState
+from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.policy.group import rising
 from dflash_mlx.policy.stored import fingerprint, read_json, store
 from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
@@ -36,7 +36,7 @@ _SECONDS_TO_SPEND = 4.0
 
 def load_or_measure(
     target: Target,
-    drafter: DFlashDrafter,
+    drafter: Drafter,
     *,
     block_size: int,
     folders: tuple[Path, ...],
@@ -44,7 +44,8 @@ def load_or_measure(
     report: Callable[[str, float | None], None] | None = None,
 ) -> PairCosts:
     """The costs of a round, from disk when this pair was measured on this machine before."""
-    name = f"round-costs/{fingerprint(folders, _SCHEMA, block_size, dtype, *target.ways)}"
+    settings = _SCHEMA, drafter.method, block_size, dtype, *target.ways
+    name = f"round-costs/{fingerprint(folders, *settings)}"
     try:
         stored = read_json(name)
         return PairCosts(_from_json(stored["chains"]), _from_json(stored["trees"]) if stored["trees"] else None)
@@ -95,7 +96,7 @@ def plausible(costs: PairCosts) -> bool:
     )
 
 
-def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> PairCosts:
+def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     """Time real rounds of the decode loop at several widths, and drafts alone; the most telling widths first.
 
     Rounds are timed the way they will run: a chain's queued after the last one or, where width costs much, after
@@ -140,7 +141,7 @@ def measure(target: Target, drafter: DFlashDrafter, *, block_size: int) -> PairC
     )
 
 
-def _round_seconds(target: Target, drafter: DFlashDrafter, policy: FixedWidth) -> float:
+def _round_seconds(target: Target, drafter: Drafter, policy: FixedWidth) -> float:
     session = Session(target, drafter)
     prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
     times: list[float] = []
@@ -167,17 +168,18 @@ def _round_seconds(target: Target, drafter: DFlashDrafter, policy: FixedWidth) -
     return statistics.median(times[_WARM_UP_ROUNDS:])
 
 
-def _draft_seconds(target: Target, drafter: DFlashDrafter, width: int) -> float:
+def _draft_seconds(target: Target, drafter: Drafter, width: int) -> float:
     """A draft with its candidates, alone; less than the difference between two rounds, which overlap."""
     session = Session(target, drafter)
     session.feed([0] * _PROMPT_TOKENS)
-    state = DFlashState.of(drafter, target, session.draft_cache, _PROMPT_TOKENS)
+    state = drafter.open(target, session.draft_cache, _PROMPT_TOKENS)
     at, anchors = mx.array([_PROMPT_TOKENS]), mx.array([0])
     times = []
     for _ in range(1 + _TIMED_ROUNDS):
         started = time.perf_counter()
-        draft = state.draft(anchors, at, width, room=_PROMPT_TOKENS + width + 1)
-        mx.eval(rank(draft.logits[0], BRANCHES, state.vocabulary.token_ids if state.vocabulary else None).packed)
+        drafted = propose([None], state, width, anchors=anchors, at=at, room=_PROMPT_TOKENS + width + 1)
+        ids = state.vocabulary.token_ids if state.vocabulary else None
+        mx.eval(drafted.tokens, rank(drafted.logits[0], BRANCHES, ids).packed if drafted.logits is not None else [])
         times.append(time.perf_counter() - started)
     return statistics.median(times[1:])
 

@@ -95,9 +95,9 @@ class GroupWidth:
     keeps its drafts. Where it does not, by the acceptance of the rounds so far: then the host never waits for a draft.
     """
 
-    def __init__(self, costs: GroupCosts, places: int) -> None:
-        """places: the most that the drafter can draft."""
-        self.costs, self.places = costs, places
+    def __init__(self, costs: GroupCosts, places: int, *, by_confidence: bool = False) -> None:
+        """places: the most that the drafter can draft. by_confidence: always go by its confidence."""
+        self.costs, self.places, self._by_confidence = costs, places, by_confidence
         self.estimate = AcceptanceEstimate()
         self.pauses = Pauses()
         self._lanes, self._width = 2, 0
@@ -110,7 +110,8 @@ class GroupWidth:
 
     @property
     def reads_confidence(self) -> bool:
-        return self.costs.round(self._lanes, self.places) > _STEEP * self.costs.round(self._lanes, 1)
+        steep = self.costs.round(self._lanes, self.places) > _STEEP * self.costs.round(self._lanes, 1)
+        return self._by_confidence or steep
 
     def next_width(self, lanes: int) -> int:
         self._lanes = lanes

@@ -11,7 +11,8 @@ from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.batch import Batch
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.decoding.steps import propose
+from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.policy.group import GroupCosts, rising
 from dflash_mlx.policy.stored import fingerprint, read_stored, store
 from dflash_mlx.policy.width import FixedWidth
@@ -28,7 +29,7 @@ _ROWS = (2, 4, 8, 16)
 
 def load_or_measure_group(
     target: Target,
-    drafter: DFlashDrafter,
+    drafter: Drafter,
     *,
     places: int,
     most_lanes: int,
@@ -37,7 +38,8 @@ def load_or_measure_group(
     report: Callable[[str, float | None], None] | None = None,
 ) -> GroupCosts:
     """The costs of shared rounds, from disk when this pair was measured on this machine before."""
-    name = f"group-costs/{fingerprint(folders, _SCHEMA, places, most_lanes, dtype, *target.ways)}"
+    settings = _SCHEMA, drafter.method, places, most_lanes, dtype, *target.ways
+    name = f"group-costs/{fingerprint(folders, *settings)}"
     tables = read_stored(name, ("plain", "verify", "draft"))
     if tables is None:
         if report is not None:
@@ -48,7 +50,7 @@ def load_or_measure_group(
     return GroupCosts(tables["plain"], tables["verify"], tables["draft"])
 
 
-def measure_group(target: Target, drafter: DFlashDrafter, *, places: int, most_lanes: int) -> GroupCosts:
+def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: int) -> GroupCosts:
     """Time passes of both models over the rows of 2, 4, 8, ... lanes."""
     started = time.perf_counter()
     plain: dict[int, float] = {}
@@ -74,7 +76,7 @@ def measure_group(target: Target, drafter: DFlashDrafter, *, places: int, most_l
     return GroupCosts(rising(plain), rising(verify), rising(draft))
 
 
-def _batch_of(target: Target, drafter: DFlashDrafter, lanes: int) -> Batch:
+def _batch_of(target: Target, drafter: Drafter, lanes: int) -> Batch:
     prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
     batch = Batch(target, drafter)
     arriving = []
@@ -99,8 +101,9 @@ def _verify(batch: Batch, rows: int) -> None:
 
 def _draft(batch: Batch, rows: int) -> None:
     assert batch.state is not None
-    drafted = batch.state.draft(batch.anchors, batch.at, rows - 1, room=_PROMPT_TOKENS + max(_ROWS))
-    mx.eval(mx.argmax(drafted.logits, axis=-1))
+    room = _PROMPT_TOKENS + max(_ROWS)
+    drafted = propose(batch.rows, batch.state, rows - 1, anchors=batch.anchors, at=batch.at, room=room)
+    mx.eval(drafted.tokens)
 
 
 def _seconds(work: Callable[[Batch, int], None], batch: Batch, rows: int) -> float:

@@ -90,11 +90,16 @@ class _Look:
         )
 
 
-def choose_policy(costs: PairCosts, places: int, experience: Experience | None = None) -> WidthPolicy:
-    """The policy for a machine with these costs and a drafter that drafts at most `places` places."""
+def choose_policy(
+    costs: PairCosts, places: int, experience: Experience | None = None, *, by_confidence: bool = False
+) -> WidthPolicy:
+    """The policy for a machine with these costs and a drafter that drafts at most `places` places.
+
+    by_confidence: chains go by the drafter's confidence even where width costs little, since it costs no wait.
+    """
     experience = experience or Experience()
     if costs.trees is None:
-        if costs.chains.steep:
+        if costs.chains.steep or by_confidence:
             return ConfidentWidth(costs.chains, places)
         return SteadyWidth(costs.chains, places, experience.estimate)
     if costs.chains.steep:

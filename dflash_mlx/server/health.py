@@ -40,7 +40,7 @@ def metrics_text(service: Service) -> str:
         ),
         *histogram("dflash_answer_tokens_per_second", "Speed of an answer.", http.tokens_a_second),
         *gauge("dflash_ready", "1 when answers can be made.", float(found.ready)),
-        *gauge("dflash_drafting", "1 when a drafter is in use.", float(found.mode == "dflash")),
+        *gauge("dflash_drafting", "1 when a drafter is in use.", float(found.mode != "plain")),
         *gauge("dflash_active_answers", "Answers being made.", found.active),
         *gauge("dflash_queued_answers", "Answers waiting.", found.queued),
         *gauge(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dflash_mlx.answer import GenerationResponse, Mode
+from dflash_mlx.answer import GenerationResponse
 from dflash_mlx.server.metrics import BETWEEN_TOKENS, Histogram
 
 
@@ -72,7 +72,7 @@ class WorkerStatus:
     """
 
     ready: bool
-    mode: Mode
+    mode: str
     active: int
     queued: int
     seconds_since_progress: float

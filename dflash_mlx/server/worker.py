@@ -141,7 +141,7 @@ class Worker:
             busy = bool(self._active) or len(self._queue) > 0
             return WorkerStatus(
                 ready=self._ready and self._error is None and self._closing_at is None,
-                mode="dflash" if self.draft else "plain",
+                mode=self.pair.method if self.draft else "plain",
                 active=len(self._active),
                 queued=len(self._queue),
                 seconds_since_progress=time.perf_counter() - self._progress_at if busy else 0.0,
@@ -403,6 +403,5 @@ def worthwhile_lanes(plain: Mapping[int, float]) -> int:
 
 def _evaluate(pair: ModelPair) -> None:
     """Compute every array the models hold, those outside their parameters too (rotary tables, for instance)."""
-    for model in (pair.target.model, pair.drafter):
-        if model is not None:
-            mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
+    for model in (pair.target.model, *(pair.drafter.networks if pair.drafter is not None else ())):
+        mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])

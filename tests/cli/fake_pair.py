@@ -55,6 +55,7 @@ def load_pair(
     *,
     model: str | None = None,
     draft_model: str | None = None,
+    method: str = "auto",
     draft: bool = True,
     dtype: str = "auto",
     block_size: int | None = None,

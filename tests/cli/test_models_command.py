@@ -118,5 +118,5 @@ def test_hints_name_only_what_the_command_has(run, monkeypatch, tmp_path):
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     code, _, shown = run("models", "show", str(folder))
     assert (code, "--draft-model" in shown) == (2, False)
-    code, _, asked = run("generate", "hi", "--model", str(folder))
+    code, _, asked = run("generate", "hi", "--model", str(folder), "--method", "dflash")
     assert (code, "--draft-model" in asked) == (2, True)

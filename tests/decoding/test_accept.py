@@ -66,7 +66,6 @@ def test_greedy_drafts_are_the_drafters_best_tokens():
     for vocabulary, tokens in ((None, [1, 2]), (OWN, [2, 7])):
         proposal = Greedy().propose(logits, 3, vocabulary)
         assert proposal.tokens.tolist() == tokens
-        assert proposal.logits is logits
 
 
 @pytest.mark.parametrize("vocabulary", [None, OWN], ids=["whole vocabulary", "own vocabulary"])
@@ -75,7 +74,6 @@ def test_sampled_drafts_are_drawn_from_what_they_say_they_are(vocabulary):
     runs = 3000
     logits = mx.broadcast_to(mx.array(SOME[0]), (runs, 3))
     proposal = Rejection(SAMPLED, seed=3).propose(logits, 0, vocabulary)
-    assert proposal.logits is logits
     probs = mx.softmax(sampling_scores(logits[:1], SAMPLED))[0].tolist()
     ids = OWN.token_ids.tolist() if vocabulary else range(3)
     expected = dict(zip(ids, probs, strict=True))
@@ -138,7 +136,7 @@ def test_outcomes_of_different_depths_are_read_as_each_alone():
     for width in (0, 1, 2, 4):
         logits = mx.array(rng.normal(size=(width + 1, 6)).astype(np.float32))
         drafts = mx.argmax(logits[:width], axis=-1) if width else None
-        outcomes.append(Greedy().accept(Proposal(drafts, logits[:width]) if width else None, logits, 0))
+        outcomes.append(Greedy().accept(Proposal(drafts) if width else None, logits, 0))
     together = Outcome.stack(outcomes, 4)
     assert together.depth == 4
     for outcome, found in zip(outcomes, together.read(), strict=True):

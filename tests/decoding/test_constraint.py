@@ -138,10 +138,10 @@ def test_drafts_off_course_are_cut(pair):
         array = mx.array(tokens)
         logits = mx.zeros((len(tokens), 4))
         guide = constraint.start()
-        cut, bits = limit(guide, Proposal(array, logits), tokens)
+        cut, bits = limit(guide, Proposal(array), tokens)
         assert (cut.width if cut else 0) == count
         assert bits.shape[0] == count + 1
-        cut, bits = limit(guide, Proposal(array, logits, logits), tokens)
+        cut, bits = limit(guide, Proposal(array, logits), tokens)
         assert cut.width == min(count + 1, len(tokens))
         assert bits.shape[0] == cut.width + 1
         guide.advance(good)
@@ -173,7 +173,7 @@ def test_a_proposal_is_cut_where_it_leaves_the_course(tokens, greedy, sampled):
     logits = mx.zeros((3, 10))
     for probs, kept in ((None, greedy), (logits, sampled)):
         guide = Course()
-        cut, bits = limit(guide, Proposal(mx.array(tokens), logits, probs), [*tokens, 6, 7])
+        cut, bits = limit(guide, Proposal(mx.array(tokens), probs), [*tokens, 6, 7])
         assert guide.asked == [tokens]
         assert (cut.tokens.tolist() if kept else cut) == (tokens[:kept] or None)
         assert bits.flatten().tolist() == list(range(kept + 1))

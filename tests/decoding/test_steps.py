@@ -1,7 +1,5 @@
 """The parts of a round on small arrays, worked out by hand: which drafts are judged, by which rules, after what."""
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import Drafts, accept, block_of, candidates_of, consider, process_rows, propose
 from dflash_mlx.decoding.tree import Candidates, DraftTree, Ranking, grow
-from dflash_mlx.drafters.contract import DraftVocabulary, Proposal
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Nobody, Proposal
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
 
@@ -20,20 +18,14 @@ LANES, WIDTH, VOCAB = 3, 4, 6
 
 
 def make_drafts(**changes):
-    """Tokens 0 to 11; each logit says which lane and place it belongs to."""
-    tokens = mx.arange(LANES * WIDTH).reshape(LANES, WIDTH)
-    logits = mx.broadcast_to(tokens[..., None].astype(mx.float32), (LANES, WIDTH, VOCAB))
-    return Drafts(tokens, logits, **changes)
+    """Tokens 0 to 11."""
+    return Drafts(mx.arange(LANES * WIDTH).reshape(LANES, WIDTH), **changes)
 
 
 def own_proposals():
     """As drawn, other tokens than the best ones: 100 more."""
     drafts = make_drafts()
-    return [Proposal(drafts.tokens[row] + 100, drafts.logits[row]) for row in range(LANES)]
-
-
-def parts(drafts):
-    return drafts.tokens.tolist(), drafts.logits[..., 0].tolist()
+    return [Proposal(drafts.tokens[row] + 100) for row in range(LANES)]
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -41,7 +33,7 @@ def test_a_lanes_drafts_are_those_that_are_to_be_judged(drawn):
     drafts = make_drafts(proposals=own_proposals() if drawn else None, limits={0: 2, 2: 0})
     more = 100 if drawn else 0
     first, second = drafts.of(0), drafts.of(1)
-    assert (first.tokens.tolist(), first.logits.shape) == ([0 + more, 1 + more], (2, VOCAB))
+    assert first.tokens.tolist() == [0 + more, 1 + more]
     assert second.tokens.tolist() == [token + more for token in (4, 5, 6, 7)]
     assert drafts.of(2) is None
 
@@ -52,7 +44,7 @@ def test_drafts_are_cut_to_a_width(drawn):
     assert drafts.shortened(WIDTH) is drafts
     assert drafts.shortened(0) is None
     short = drafts.shortened(1)
-    assert parts(short) == ([[0], [4], [8]], [[0.0], [4.0], [8.0]])
+    assert short.tokens.tolist() == [[0], [4], [8]]
     assert (short.proposals is not None) == drawn
     assert short.of(1).tokens.tolist() == [104 if drawn else 4]
 
@@ -71,7 +63,7 @@ def test_some_lanes_drafts_can_be_taken(drawn):
     drafts = make_drafts(proposals=own_proposals() if drawn else None, ranking=ranking)
     assert drafts.take([0, 1, 2]) is drafts
     taken = drafts.take([2, 0])
-    assert parts(taken) == ([[8, 9, 10, 11], [0, 1, 2, 3]], [[8.0, 9.0, 10.0, 11.0], [0.0, 1.0, 2.0, 3.0]])
+    assert taken.tokens.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
     assert taken.of(0).tokens.tolist() == [token + (100 if drawn else 0) for token in (8, 9, 10, 11)]
     assert taken.ranking.token_ids.flatten().tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
     assert make_drafts().take([1]).ranking is None
@@ -104,7 +96,7 @@ def test_each_row_is_processed_with_what_comes_before_it():
         return row + len(before)
 
     history, rows = mx.array([5, 6]), mx.zeros((3, VOCAB))
-    proposal = Proposal(mx.array([1, 2]), mx.zeros((2, VOCAB)))
+    proposal = Proposal(mx.array([1, 2]))
     found = process_rows(rows, proposal, history, [note, lambda before, row: 10 * row])
     assert seen == [[5, 6], [5, 6, 1], [5, 6, 1, 2]]
     assert found[:, 0].tolist() == [20, 30, 40]
@@ -136,10 +128,11 @@ def test_each_lane_is_judged_by_its_own_rules():
     ]
     logits = mx.broadcast_to(10.0 * mx.eye(VOCAB)[mx.array([1, 2, 3])], (len(lanes), 3, VOCAB))
     tokens = mx.broadcast_to(mx.array([1, 2]), (len(lanes), 2))
-    drafts = Drafts(tokens, logits[:, :2], limits={4: 1})
+    drafts = Drafts(tokens, limits={4: 1})
     verdict = accept(
         lanes,
         drafts,
+        block_of(mx.zeros((len(lanes),)), drafts),
         logits,
         None,
         at=mx.array([1] * len(lanes)),
@@ -166,16 +159,16 @@ def test_lanes_that_are_plain_are_judged_together():
     logits = mx.broadcast_to(10.0 * mx.eye(VOCAB)[mx.array([1, 2, 3])], (2, 3, VOCAB))
     options = {"at": mx.array([1, 1]), "histories": {}, "bits": {}}
     features = mx.zeros((2, 3, 8))
-    verdict = accept(
-        [make_lane(), None], Drafts(mx.array([[1, 2], [1, 5]]), logits[:, :2]), logits, features, **options
-    )
+    fed = mx.array([[0, 1, 2], [0, 1, 5]])
+    verdict = accept([make_lane(), None], Drafts(fed[:, 1:]), fed, logits, features, **options)
     assert [(r.num_accepted, r.tokens) for r in verdict.outcome.read()] == [(2, [1, 2, 3]), (1, [1, 2])]
+    assert verdict.fed is fed
     assert verdict.features is features
-    left = accept([None, make_lane()], None, logits[:, :1], None, **options)
+    left = accept([None, make_lane()], None, fed[:, :1], logits[:, :1], None, **options)
     assert [(r.num_accepted, r.tokens) for r in left.outcome.read()] == [(0, [1]), (0, [1])]
-    alone = accept([make_lane(), make_lane()], None, logits[:, :1], None, **options)
+    alone = accept([make_lane(), make_lane()], None, fed[:, :1], logits[:, :1], None, **options)
     assert [(r.num_accepted, r.tokens) for r in alone.outcome.read()] == [(0, [1]), (0, [1])]
-    mixed = accept([make_lane(), make_lane(top_logprobs=0)], None, logits[:, :1], None, **options)
+    mixed = accept([make_lane(), make_lane(top_logprobs=0)], None, fed[:, :1], logits[:, :1], None, **options)
     assert [(r.num_accepted, r.tokens) for r in mixed.outcome.read()] == [(0, [1]), (0, [1])]
     assert len(mixed.read_logprobs(1)) == 1
 
@@ -186,12 +179,14 @@ def test_a_trees_kept_path_brings_its_features_and_logprobs():
     logits = 10.0 * mx.eye(VOCAB)[mx.array([2, 5, 3, 4])][None]
     features = mx.arange(4, dtype=mx.float32)[None, :, None]
     options = {"at": mx.array([1]), "histories": {}, "bits": {}}
-    verdict = accept([make_lane(top_logprobs=1)], tree, logits, features, **options)
+    fed = block_of(mx.array([0]), tree)
+    verdict = accept([make_lane(top_logprobs=1)], tree, fed, logits, features, **options)
     [reading] = verdict.outcome.read()
     assert (reading.num_accepted, reading.tokens, reading.path) == (2, [2, 3, 4], [0, 2, 3])
     assert verdict.features.flatten().tolist() == [0.0, 2.0, 3.0]
+    assert verdict.fed.tolist() == [[0, 2, 3]]
     assert len(verdict.read_logprobs(0)) == 3
-    plain = accept([make_lane()], tree, logits, None, **options)
+    plain = accept([make_lane()], tree, fed, logits, None, **options)
     assert (plain.features, plain.logprobs) == (None, {})
 
 
@@ -206,49 +201,37 @@ def ids_of(columns, vocabulary):
 
 
 class FakeState:
-    """A drafter that gives these logits; `propose` notes what it is asked, and drafts the lane's row of 7s."""
+    """Notes what it is asked to draft, and for whom."""
 
-    def __init__(self, vocabulary, supports_trees=True):
-        self.vocabulary, self.supports_trees, self.asked = vocabulary, supports_trees, []
-
-    def draft(self, anchors, at, places, *, room):
-        self.asked.append((anchors.tolist(), at.tolist(), places, room))
-        return SimpleNamespace(logits=mx.array(LOGITS[:, :places]))
-
-    def propose(self, strategy, draft, row, anchor, position):
-        self.asked.append((type(strategy), row, anchor.tolist(), position.item()))
-        return Proposal(mx.full((3,), 7 + row), draft.logits[row])
+    def propose(self, writers, anchors, at, places, *, room):
+        self.asked = [type(writer.strategy) for writer in writers], anchors.tolist(), at.tolist(), places, room
+        return Drafted(mx.zeros((len(writers), places)))
 
 
-def proposed(lanes, state):
-    return propose(lanes, state, 3, anchors=mx.array([5, 6]), at=mx.array([11, 22]), room=99)
+def test_drafts_are_proposed_for_each_lane_and_for_the_rows_of_those_that_have_left():
+    state, lane = FakeState(), make_lane(strategy=Coupled(SamplingParams(temperature=1.0), seed=1))
+    propose([lane, None], state, 3, anchors=mx.array([5, 6]), at=mx.array([11, 22]), room=99)
+    assert state.asked == ([Coupled, Nobody], [5, 6], [11, 22], 3, 99)
 
 
-@vocabularies
-def test_plain_lanes_draft_the_best_tokens_together(vocabulary):
-    state = FakeState(vocabulary)
-    drafts = proposed([make_lane(), None], state)
-    assert state.asked == [([5, 6], [11, 22], 3, 99)]
-    assert drafts.tokens.tolist() == ids_of(LOGITS.argmax(axis=-1), vocabulary).tolist()
-    assert drafts.proposals is None
-    assert (np.array(drafts.logits) == LOGITS).all()
+@pytest.mark.parametrize("vocabulary", [None, OWN], ids=["whole vocabulary", "own vocabulary"])
+def test_nobody_gets_the_best_tokens(vocabulary):
+    drafted = Nobody().propose(mx.array(LOGITS[0]), 3, vocabulary)
+    assert drafted.tokens.tolist() == ids_of(LOGITS[0].argmax(axis=-1), vocabulary).tolist()
+    assert Nobody().text_from(0) == []
 
 
-@pytest.mark.parametrize("supports_trees", [True, False])
-def test_other_lanes_draft_by_their_own_strategies(supports_trees):
-    """A drafter that chooses each token by the one before is asked lane by lane, too."""
-    state = FakeState(None, supports_trees)
-    lane = make_lane(strategy=Coupled(SamplingParams(temperature=1.0), seed=1)) if supports_trees else make_lane()
-    drafts = proposed([lane, None], state)
-    assert state.asked[1:] == [(type(lane.strategy), 0, [5], 12), (Greedy, 1, [6], 23)]
-    assert drafts.tokens.tolist() == [[7] * 3, [8] * 3]
-    assert len(drafts.proposals) == 2
+def test_what_a_drafter_only_holds_likely_is_its_ranking():
+    drafted = Drafted(mx.array([[4, 5], [6, 7]]), log_probs=mx.array([[-0.5, -1.0], [0.0, -2.0]]))
+    found = candidates_of(consider([None, None], drafted, None, mx.array([1, 1]), branches=False), 2)
+    assert [lane.token_ids.tolist() for lane in found] == [[[4], [5]], [[6], [7]]]
+    assert [lane.log_probs.tolist() for lane in found] == [[[-0.5], [-1.0]], [[0.0], [-2.0]]]
 
 
 @vocabularies
 def test_a_chains_chances_are_those_of_its_best_tokens(vocabulary):
-    drafts = Drafts(mx.zeros((2, 3)), mx.array(LOGITS))
-    found = consider([None, None], FakeState(vocabulary), drafts, mx.array([1, 1]), branches=False).read()
+    drafted = Drafted(mx.zeros((2, 3)), mx.array(LOGITS))
+    found = consider([None, None], drafted, vocabulary, mx.array([1, 1]), branches=False).read()
     assert found.token_ids.tolist() == ids_of(LOGITS.argmax(axis=-1), vocabulary).reshape(6, 1).tolist()
     chances = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=-1, keepdims=True)
     np.testing.assert_allclose(np.exp(found.log_probs), chances.max(axis=-1).reshape(6, 1), rtol=1e-5)
@@ -258,9 +241,9 @@ def test_a_chains_chances_are_those_of_its_best_tokens(vocabulary):
 @pytest.mark.parametrize("strategy", [Greedy(), Coupled(SamplingParams(temperature=1.0), seed=1)])
 def test_a_tree_grows_by_what_the_target_would_prefer(strategy, vocabulary):
     """With the noise of the positions after the anchor's, where tokens are drawn."""
-    drafts = Drafts(mx.zeros((1, 3)), mx.array(LOGITS[:1]))
+    drafted = Drafted(mx.zeros((1, 3)), mx.array(LOGITS[:1]))
     lane = make_lane(strategy=strategy)
-    found = consider([lane], FakeState(vocabulary), drafts, mx.array([11]), branches=True).read()
+    found = consider([lane], drafted, vocabulary, mx.array([11]), branches=True).read()
     scores = np.array(strategy.preferences(mx.array(LOGITS[0]), 12, vocabulary))
     assert found.token_ids.tolist() == ids_of(np.argsort(-scores, axis=1), vocabulary).tolist()
     assert found.token_ids.shape == (3, 4)

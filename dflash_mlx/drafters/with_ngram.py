@@ -1,0 +1,151 @@
+"""A drafter together with drafting from the text itself: in each round the one that is expected to be kept further."""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.drafters.contract import Drafted, Drafter, DraftState, DraftVocabulary, Outlook, Writer
+from dflash_mlx.drafters.ngram import NgramState
+from dflash_mlx.targets.target import Target
+
+# Drafts that are kept of the drafter's: what is assumed at first, and how fast newer rounds count more.
+_FIRST_KEPT, _FADE = 2.0, 0.8
+# Drafts that the text's promise is counted over.
+_PLACES = 16
+# The text has to promise so many drafts more: it is right less often where it is new.
+_MARGIN = 1.0
+
+
+class WithNgram:
+    """See `contract.Drafter`. Everything but the choice in a round is the drafter's own."""
+
+    # What the text says of a place is no distribution.
+    allows_rejection = drafts_on_host = False
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.method = f"{drafter.method}+ngram"
+
+    @property
+    def places(self) -> int:
+        return self.drafter.places
+
+    @property
+    def taps(self) -> Sequence[int]:
+        return self.drafter.taps
+
+    @property
+    def supports_trees(self) -> bool:
+        return self.drafter.supports_trees
+
+    @property
+    def networks(self) -> Sequence[nn.Module]:
+        return self.drafter.networks
+
+    @property
+    def head_dim(self) -> int | None:
+        return self.drafter.head_dim
+
+    def misfits(self, target: Target) -> list[str]:
+        return self.drafter.misfits(target)
+
+    def make_cache(self) -> list[Any]:
+        return self.drafter.make_cache()
+
+    def read(self, target: Target, tokens: mx.array, features: mx.array | None, caches: list[Any]) -> None:
+        self.drafter.read(target, tokens, features, caches)
+
+    def open(self, target: Target, caches: list[Any], length: int) -> "WithNgramState":
+        return WithNgramState(self.drafter.open(target, caches, length))
+
+    def blank(self, target: Target, rows: int, positions: int) -> "WithNgramState":
+        return WithNgramState(self.drafter.blank(target, rows, positions))
+
+    def rehearsal(self) -> Drafter:
+        return self.drafter.rehearsal()
+
+
+class WithNgramState:
+    """See `contract.DraftState`; `inner` is the drafter's."""
+
+    def __init__(self, inner: DraftState) -> None:
+        self.inner, self.text = inner, NgramState(always=False)
+        self._kept: WeakKeyDictionary[Writer, _Kept] = WeakKeyDictionary()
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        return self.inner.vocabulary
+
+    def outlook(self, writers: Sequence[Writer]) -> Outlook:
+        return Outlook.HOST if any(map(self._prefers_text, writers)) else self.inner.outlook(writers)
+
+    def _prefers_text(self, writer: Writer) -> bool:
+        return self.text.lookup(writer).promise(_PLACES) > self._kept_of(writer).mean + _MARGIN
+
+    def _kept_of(self, writer: Writer) -> "_Kept":
+        kept = self._kept.setdefault(writer, _Kept())
+        kept.note(len(self.text.lookup(writer).tokens))
+        return kept
+
+    def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
+        chosen = [self._prefers_text(writer) for writer in writers]
+        for writer, by_text in zip(writers, chosen, strict=True):
+            self._kept_of(writer).begin(by_drafter=not by_text)
+        if not any(chosen):
+            return self.inner.propose(writers, anchors, at, places, room=room)
+        of_text = self.text.propose(writers, anchors, at, places, room=room)
+        if all(chosen):
+            return of_text
+        drafted = self.inner.propose(writers, anchors, at, places, room=room)
+        rows = mx.array(chosen)[:, None]
+        assert of_text.log_probs is not None
+        return Drafted(
+            mx.where(rows, of_text.tokens, drafted.tokens),
+            log_probs=mx.where(rows, of_text.log_probs, drafted.confidence),
+        )
+
+    def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
+        self.inner.extend(tokens, features, at, room=room, all_kept=all_kept)
+
+    def settle(self, at: mx.array) -> None:
+        self.inner.settle(at)
+
+    def layers(self) -> list[Any]:
+        return self.inner.layers()
+
+    def add(self, count: int) -> None:
+        self.inner.add(count)
+
+    def take_over(self, other: "WithNgramState", places: Sequence[int]) -> None:
+        self.inner.take_over(other.inner, places)
+        self.text.take_over(other.text, places)
+        self._kept.update(other._kept)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.inner.keep(rows)
+
+    def give_back(self, row: int, length: int, caches: list[Any]) -> None:
+        self.inner.give_back(row, length, caches)
+
+
+class _Kept:
+    """How many of the drafter's own drafts an answer keeps in a round, by how its text grows."""
+
+    def __init__(self) -> None:
+        self.mean = _FIRST_KEPT
+        self._length = 0
+        self._by_drafter = False
+
+    def note(self, length: int) -> None:
+        """The text has so many tokens now: the drafts kept since the last time, and the target's own token."""
+        grown, self._length = length - self._length, length
+        if grown > 0 and self._by_drafter:
+            self.mean = _FADE * self.mean + (1 - _FADE) * (grown - 1)
+            self._by_drafter = False
+
+    def begin(self, *, by_drafter: bool) -> None:
+        """A round is drafted for."""
+        self._by_drafter = by_drafter

@@ -1,0 +1,59 @@
+"""A DFlash drafter at work on a batch: what it drafts for answers that choose their tokens in different ways."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from tiny import SECOND, tiny_drafter, tiny_target
+
+from dflash_mlx.decoding.accept import Coupled, Greedy
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.drafters.contract import Outlook
+from dflash_mlx.sampling import SamplingParams
+
+PROMPT, PLACES = [5, 9, 2, 30, 7], 4
+
+
+def writer(strategy, *, plain=False):
+    return SimpleNamespace(strategy=strategy, is_plain_greedy=plain)
+
+
+def state_of(drafter):
+    target = tiny_target("llama")
+    session = Session(target, drafter)
+    session.feed(PROMPT)
+    return drafter.open(target, session.draft_cache, len(PROMPT))
+
+
+def drafted(drafter, *writers):
+    state = state_of(drafter)
+    state.add(len(writers) - 1)
+    at = mx.array([len(PROMPT)] + [0] * (len(writers) - 1))
+    return state.propose(writers, mx.array([3] * len(writers)), at, PLACES, room=16)
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_token_ids": tuple(range(40, 8, -2))}], ids=["all tokens", "some"])
+def test_plain_lanes_get_the_best_tokens_together(options):
+    together = drafted(tiny_drafter(**options), writer(None, plain=True), writer(None, plain=True))
+    assert together.proposals is None
+    best = mx.argmax(together.logits, axis=-1)
+    ids = options.get("draft_token_ids")
+    assert together.tokens.tolist() == (mx.array(ids)[best] if ids else best).tolist()
+
+
+@pytest.mark.parametrize("options", [{}, SECOND], ids=["DFlash", "DFlash 2"])
+def test_each_other_lane_drafts_by_its_own_strategy(options):
+    drafter = tiny_drafter(**options)
+    strategies = [Coupled(SamplingParams(temperature=1.0), seed=seed) for seed in (1, 2)]
+    mixed = drafted(drafter, *[writer(strategy) for strategy in strategies])
+    assert len(mixed.proposals) == 2
+    assert mixed.tokens.tolist() == [proposal.tokens.tolist() for proposal in mixed.proposals]
+    # The first lane, alone, drafts the same: the noise of its places is its own.
+    assert drafted(drafter, writer(strategies[0])).tokens.tolist() == mixed.tokens[:1].tolist()
+    others = [Coupled(SamplingParams(temperature=5.0), seed=seed) for seed in range(5)]
+    found = {tuple(drafted(drafter, writer(strategy)).tokens[0].tolist()) for strategy in [Greedy(), *others]}
+    assert len(found) > 2
+
+
+def test_it_never_waits_for_the_host():
+    assert state_of(tiny_drafter()).outlook([]) is Outlook.DEVICE
