@@ -148,11 +148,6 @@ def main(argv: list[str] | None = None) -> int:
         _say("stopped.", "dim")
         return INTERRUPTED
     except Exception as error:
-        if started_together():
-            from dflash_mlx.ranks.group import join_group
-
-            if (group := join_group()) is not None:
-                group.explain(error)
         if debug:
             traceback.print_exc()
         message, code = explain(error)

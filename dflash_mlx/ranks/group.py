@@ -5,6 +5,7 @@ it learns what to do, and by which each learns of the end of the others: then al
 """
 
 import atexit
+import faulthandler
 import json
 import os
 import secrets
@@ -107,9 +108,9 @@ class Group:
             channel.close()
         self.send({"end": None})
 
-    def explain(self, error: Exception) -> None:
-        """Wait whether another rank's end explains an error of MLX's; if it does, this process ends here."""
-        if isinstance(error, RuntimeError | GroupError):
+    def wait_for_news(self, error: Exception) -> None:
+        """Where another rank's end may explain an error of MLX's, wait to hear of it: this process then ends, too."""
+        if isinstance(error, RuntimeError):
             time.sleep(_SECOND_THOUGHTS)
 
     def _end_with_rank_0(self, message: dict[str, Any]) -> None:
@@ -125,7 +126,8 @@ class Group:
                 for channel in self.channels:
                     channel.close()
                 self.send({"end": reason})
-            print(f"error: {reason}; all ranks stop. Start them again.", file=sys.stderr)
+            with suppress(OSError):
+                print(f"error: {reason}; all ranks stop. Start them again.", file=sys.stderr)
             _leave(1)
 
 
@@ -134,20 +136,20 @@ def join_group() -> Group | None:
     """The group that this process was started in; None where it was started alone. Raises GroupError."""
     if not started_together():
         return None
-    late = threading.Timer(_PATIENCE, _give_up)
-    late.daemon = True
-    late.start()
-    try:
-        ranks = mx.distributed.init()
-        if ranks.size() == 1:
-            return None
-        group = Group(ranks)
-        group.connect()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise GroupError(f"cannot connect the machines with each other: {error}. See docs/several-macs.md.") from error
-    finally:
-        late.cancel()
-    return group
+    rank = os.environ["MLX_RANK"]
+    print(f"rank {rank} waits for the others, at most {_PATIENCE:.0f} seconds.", file=sys.stderr, flush=True)
+    with open(os.devnull, "w") as nowhere:
+        # MLX holds Python's lock while it connects, so that no thread of Python's could end this process.
+        faulthandler.dump_traceback_later(_PATIENCE, exit=True, file=nowhere)
+        try:
+            group = Group(mx.distributed.init())
+            if group.size > 1:
+                group.connect()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise GroupError(f"cannot connect the machines: {error}. See docs/several-macs.md.") from error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    return group if group.size > 1 else None
 
 
 def _address_of_rank_0() -> str:
@@ -160,11 +162,6 @@ def _address_of_rank_0() -> str:
     if "MLX_JACCL_COORDINATOR" in os.environ:
         return os.environ["MLX_JACCL_COORDINATOR"].rpartition(":")[0]
     return os.environ.get("NCCL_HOST_IP", "127.0.0.1")
-
-
-def _give_up() -> None:
-    print(f"error: not all ranks were there within {_PATIENCE:.0f} seconds. See docs/several-macs.md.", file=sys.stderr)
-    _leave(1)
 
 
 def _leave(code: int) -> NoReturn:

@@ -112,6 +112,7 @@ class Leader:
                 self._own(new)
         except Exception as error:
             self._error = error
+            self.group.wait_for_news(error)
             raise
         finally:
             self._inside = False

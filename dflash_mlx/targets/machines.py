@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -57,6 +56,5 @@ def other_machines() -> Machines | None:
     if group.rank > 0:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's
-        print(f"rank {group.rank} of {group.size} computes for rank 0.", file=sys.stderr, flush=True)
         follow(group, machines)
     return machines

@@ -32,6 +32,9 @@ class Recorded:
         self.messages, self.arrays = [], []
         monkeypatch.setattr(mirror, "_shared", self._share)
 
+    def wait_for_news(self, error):
+        pass
+
     def send(self, message):
         self.messages.append(json.loads(json.dumps(message)))
 
