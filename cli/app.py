@@ -125,6 +125,15 @@ def root(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. The console script comes here through dflash_on_mlx.py."""
+    code = _run(argv)
+    if started_together():
+        from dflash_mlx.ranks.group import leave_group
+
+        leave_group(code)
+    return code
+
+
+def _run(argv: list[str] | None) -> int:
     debug, arguments = _take_debug(list(sys.argv[1:] if argv is None else argv))
     for stream in (sys.stdout, sys.stderr):
         # A model may write any character; a terminal in an old encoding must not end the answer.

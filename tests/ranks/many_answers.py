@@ -18,6 +18,7 @@ from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.generation import generate, generate_many, stream_generate
 from dflash_mlx.hub.registry import ModelSource
 from dflash_mlx.pair import ModelPair
+from dflash_mlx.ranks.group import leave_group
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.loading import load_target
 from dflash_mlx.targets.machines import other_machines
@@ -83,3 +84,4 @@ if __name__ == "__main__":
     other_machines()
     for name in sys.argv[1:]:
         print(json.dumps(check(name)), flush=True)
+    leave_group(0)

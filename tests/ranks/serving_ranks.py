@@ -13,6 +13,7 @@ from many_answers import divided_pair
 from serving import collect, job, random_prompt, tokens_of
 from tiny import plain_tokens, tiny_drafter
 
+from dflash_mlx.ranks.group import leave_group
 from dflash_mlx.server.worker import Worker
 from dflash_mlx.targets.loading import load_target
 
@@ -51,3 +52,4 @@ worker.start()
 asyncio.run(serve(worker, truths, wrong))
 worker.close(10)
 print(json.dumps({"answers": 2 * CLIENTS, "wrong": wrong}))
+leave_group(0)
