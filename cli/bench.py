@@ -65,6 +65,7 @@ def bench_command(
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
     no_kernels: options.NoKernels = False,
+    exact: options.Exact = False,
     width: options.Width = None,
     tree: options.Tree = False,
     also: bench_options.Also = None,
@@ -102,6 +103,7 @@ def bench_command(
         block_size=block_size,
         dtype=dtype,
         no_kernels=no_kernels,
+        exact=exact,
     )
     own = variants(choice, width=width, tree=tree, also=also or [], sweep=drafting)
     streams = parse_concurrency(concurrency) if concurrency else []
@@ -245,6 +247,7 @@ def _facts(pair: "ModelPair", setting: "Setting", *, repeat: int, draft: bool) -
         "machine": machine_facts(os.cpu_count(), machines=pair.target.machines),
         "pair": pair.name,
         "dtype": str(pair.dtype).removeprefix("mlx.core."),
+        "exact": pair.exact,
         "block_size": pair.block_size if draft else None,
         "params": asdict(setting.params),
         "repeat": repeat,

@@ -36,6 +36,7 @@ def chat_command(
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
     no_kernels: options.NoKernels = False,
+    exact: options.Exact = False,
     max_tokens: options.MaxTokens = 1024,
     temperature: options.ChosenTemperature = None,
     top_p: options.TopP = 1.0,
@@ -73,6 +74,7 @@ def chat_command(
         block_size=block_size,
         dtype=dtype,
         no_kernels=no_kernels,
+        exact=exact,
     )
     newest = list_kept()[:1]
     if go_on and not newest:

@@ -59,6 +59,7 @@ def generate_command(
     tree: options.Tree = False,
     dtype: options.Precision = options.DType.auto,
     no_kernels: options.NoKernels = False,
+    exact: options.Exact = False,
     max_tokens: options.MaxTokens = 256,
     temperature: options.ChosenTemperature = None,
     top_p: options.TopP = 1.0,
@@ -117,6 +118,7 @@ def generate_command(
         block_size=block_size,
         dtype=dtype,
         no_kernels=no_kernels,
+        exact=exact,
     )
     temperature, system = sampling_defaults(temperature, "" if raw else system)
     opened = with_default(choice).open()

@@ -73,9 +73,10 @@ MethodOption = Annotated[
     Method,
     typer.Option(
         "--method",
-        help="How to draft. dflash: by a drafter made for the model. ngram: from the text itself, which pays where "
-        "answers repeat their prompt. dflash+ngram: the likelier of both in each round. plain: not at all. auto: "
-        "dflash where there is a drafter, else ngram.",
+        help="How to draft. dflash, eagle3, medusa: by a drafter made for the model. mtp: by its own head. "
+        "draft_model: by a small model with its tokenizer. ngram: from the text itself, which pays where answers "
+        "repeat their prompt. dflash+ngram: the likelier of both in each round. plain: not at all. auto: as the "
+        "drafter's files say, ngram where there is none.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -116,6 +117,14 @@ NoKernels = Annotated[
     typer.Option(
         "--no-kernels",
         help="Compute with MLX's own operations alone, even where a kernel of dflash-mlx was measured to be faster.",
+        rich_help_panel=MODELS,
+    ),
+]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Compute each token alike in any pass: slower, and with it drafting changes no token in any precision.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -256,6 +265,7 @@ class ModelChoice:
     dtype: DType = DType.auto
     can_be_plain: bool = True
     no_kernels: bool = False
+    exact: bool = False
 
     def open(self) -> "ModelPair":
         """Load it, with progress on stderr. Raises what `load_pair` raises."""
@@ -274,6 +284,7 @@ class ModelChoice:
                     dtype=self.dtype.value,
                     block_size=self.block_size,
                     kernels=not self.no_kernels,
+                    exact=self.exact,
                     report=progress.report,
                 )
             except DFlashError as error:

@@ -31,6 +31,7 @@ def parity_command(
     draft_model: options.DraftModel = None,
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
+    exact: options.Exact = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -59,7 +60,13 @@ def parity_command(
     known = read_prompts(prompts) if prompts else built_in() if category else short_prompts()
     chosen = choose_category(known, category)
     choice = options.ModelChoice(
-        pair=pair, model=model, draft_model=draft_model, block_size=block_size, dtype=dtype, can_be_plain=False
+        pair=pair,
+        model=model,
+        draft_model=draft_model,
+        block_size=block_size,
+        dtype=dtype,
+        exact=exact,
+        can_be_plain=False,
     )
     loaded = choice.open()
     from dflash_mlx.parity import ParityReport, check_greedy, check_sampled

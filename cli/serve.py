@@ -38,6 +38,7 @@ def serve_command(
     block_size: options.BlockSize = None,
     dtype: options.Precision = options.DType.auto,
     no_kernels: options.NoKernels = False,
+    exact: options.Exact = False,
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="The address to listen on.", rich_help_panel=SERVER)
     ] = "127.0.0.1",
@@ -154,6 +155,7 @@ def serve_command(
         block_size=block_size,
         dtype=dtype,
         no_kernels=no_kernels,
+        exact=exact,
     )
     # The address is taken first: loading can take a minute, and a port in use is known at once.
     from dflash_mlx.server.run import END_SECONDS, address_of, make_server, open_socket

@@ -26,6 +26,7 @@ from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.naming import is_drafter
 from dflash_mlx.hub.registry import ModelSource, find_pair, pair_called, parse_source
 from dflash_mlx.hub.resolve import UnknownTargetError, pair_for_target
+from dflash_mlx.kernels.exact.model import make_exact
 from dflash_mlx.kernels.few_rows import use_where_faster
 from dflash_mlx.policy.costs import load_or_measure
 from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth
@@ -48,7 +49,8 @@ class ModelPair:
     """A loaded target, its tokenizer and, unless it decodes plainly, its drafter.
 
     `dtype` is that of the target's activations. `block_size` is the largest block of a round: an anchor and up to
-    block_size - 1 drafts. Use it from one thread at a time.
+    block_size - 1 drafts. exact: answers are the same with and without drafts, in any precision. Use it from one thread
+    at a time.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ModelPair:
     tokenizer: TokenizerWrapper
     dtype: mx.Dtype
     block_size: int
+    exact: bool = False
     folders: tuple[Path, ...] = ()
     load_seconds: float = 0.0
     checks: list[str] = field(default_factory=list)
@@ -179,6 +182,7 @@ def load_pair(
     dtype: str = "auto",
     block_size: int | None = None,
     kernels: bool = True,
+    exact: bool = False,
     check: bool = True,
     report: Report | None = None,
 ) -> ModelPair:
@@ -187,8 +191,9 @@ def load_pair(
     method: how to draft, one of `drafters.methods.Method`; "auto" goes by the drafter's files, and without a drafter
     drafts from the text itself. draft=False, or the method "plain", loads the target alone. dtype: "auto" (float32 on
     a CPU, the model's own on a GPU), "float32", "bfloat16" or "float16". block_size: the largest block of a round, at
-    most the drafter's own. kernels=False computes with MLX's own operations alone. check=False skips the checks that
-    run the models. report(message, fraction done or None) follows progress. Downloads what is missing.
+    most the drafter's own. kernels=False computes with MLX's own operations alone. exact=True computes each token alike
+    in any pass, which is slower: answers are then the same with and without drafts in any precision. check=False skips
+    the checks that run the models. report(message, fraction done or None) follows progress. Downloads what is missing.
     Raises UsageError, DownloadError, CheckpointError and PairError.
     """
     started = time.perf_counter()
@@ -201,9 +206,11 @@ def load_pair(
         raise CheckpointError(
             f"{target_folder} holds a drafter, and --model takes the model that answers. Give the target to --model."
         )
-    check_method(drafter_folder, choice.method, block_size=block_size)
+    chosen = check_method(drafter_folder, choice.method, block_size=block_size)
 
     machines = other_machines()
+    if machines is not None and exact:
+        raise UsageError("--exact needs the whole model on one machine; leave it out, or start without launch.")
     if machines is None:
         report("loading the target", None)
         target, activations = load_target(target_folder, dtype=dtype)
@@ -212,11 +219,20 @@ def load_pair(
         target, activations = machines.load_target(choice.target, dtype=dtype)
     tokenizer = _load_tokenizer(target_folder)
     report("loading the drafter", None)
-    drafter = load(drafter_folder, choice.method, block_size=block_size, dtype=activations)
+    drafter = load(
+        drafter_folder,
+        chosen,
+        target=target,
+        target_folder=target_folder,
+        block_size=block_size,
+        dtype=activations,
+    )
     if drafter is not None:
         check_shapes(target, drafter)
-    # The kernels are made for whole layers, and races run the model by itself.
-    notes = use_where_faster(target, drafter, kernels=kernels, report=report) if machines is None else []
+    checks = [make_exact(target, kernels=kernels, report=report)] if exact else []
+    # On several machines kernels are left out: they are made for whole layers, and races run the model by itself.
+    plainly = exact or machines is not None
+    notes = [] if plainly else use_where_faster(target, drafter, kernels=kernels, report=report)
     pair = ModelPair(
         name=choice.label,
         target=target,
@@ -224,12 +240,14 @@ def load_pair(
         tokenizer=tokenizer,
         dtype=activations,
         block_size=_block_size(drafter, block_size),
+        exact=exact,
         folders=tuple(f for f in (target_folder, drafter_folder) if f),
+        checks=checks,
         warnings=[*([choice.warning] if choice.warning else []), *notes],
     )
     if check and drafter is not None:
         report("checking that target and drafter belong together", None)
-        pair.checks = check_pair(target, drafter, dtype=activations)
+        pair.checks += check_pair(target, drafter, dtype=activations)
         guesses = read_guesses(target, drafter, pair.encode_prompt(GUESS_TEXT))
         if guesses is not None:
             (pair.warnings if guesses.are_noise else pair.checks).append(guesses.report)
@@ -263,7 +281,7 @@ def _resolve(name: str | None, model: str | None, draft_model: str | None, metho
             "name either a pair or a model with its drafter, not both (--pair, or --model and --draft-model)."
         )
     drafts = method is Method.auto or method.has_drafter
-    if draft_model is not None and not drafts and method is not Method.plain:
+    if draft_model is not None and not method.takes_folder and method is not Method.plain:
         raise UsageError(f"--method {method.value} drafts without a drafter; leave --draft-model out.")
     if name is not None:
         spec = find_pair(name)
@@ -271,10 +289,10 @@ def _resolve(name: str | None, model: str | None, draft_model: str | None, metho
     if model is None:
         raise UsageError("say what to load: a pair (--pair demo) or a model (--model TARGET --draft-model DRAFTER).")
     target = _target_source(model)
+    if draft_model is not None and method.takes_folder:
+        return _Choice(model, target, parse_source(draft_model), method)
     if not drafts:
         return _Choice(model, target, None, method)
-    if draft_model is not None:
-        return _Choice(model, target, parse_source(draft_model), method)
     try:
         match = pair_for_target(model)
     except UnknownTargetError as error:

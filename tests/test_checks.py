@@ -9,7 +9,6 @@ from mlx.utils import tree_map
 from tiny import FAMILIES, SECOND, ScriptedDrafter, tiny_drafter, tiny_target
 from tiny_folder import write_target
 
-from dflash_mlx import pair as pair_module
 from dflash_mlx.checks import GUESS_TEXT, Guesses, check_pair, check_shapes, following, read_guesses
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.checkpoint import load_drafter
@@ -166,7 +165,7 @@ def test_loading_a_pair_reports_noise_and_goes_on(tmp_path, monkeypatch):
     unwanted = min(set(range(plain.vocab_size)) - set(wanted))
 
     def load(drafter):
-        monkeypatch.setattr(pair_module, "load_drafter", lambda folder, dtype: drafter)
+        monkeypatch.setattr("dflash_mlx.drafters.loading.load_drafter", lambda folder, dtype: drafter)
         return load_pair(model=str(folder), draft_model=str(tmp_path / "drafter"))
 
     same = tiny_drafter()

@@ -208,7 +208,7 @@ def test_requests_that_cannot_be_met():
         ({"model": "no/such-target-known", "method": "dflash"}, "no drafter is known"),
         ({"name": "demo", "method": "guessing"}, "there is no method 'guessing'; choose one of auto, dflash"),
         ({"model": "a/b", "draft_model": "c/d", "method": "ngram"}, "leave --draft-model out"),
-        ({"name": "demo", "method": "ngram", "block_size": 65}, "from 2 to 64 for n-grams; got 65"),
+        ({"name": "demo", "method": "ngram", "block_size": 65}, "from 2 to 64 for ngram; got 65"),
     ],
 )
 def test_load_pair_needs_to_know_what(arguments, message, monkeypatch):

@@ -48,7 +48,7 @@ def tiny_target(family: str, *, seed: int = 0, **changes: Any) -> Target:
     config = {"model_type": family, **_COMMON, **FAMILIES[family], **changes}
     module = import_module(f"mlx_lm.models.{family}")
     model = module.Model(module.ModelArgs.from_dict(config))
-    _randomize(model, seed)
+    randomize(model, seed)
     return wrap_model(model, config)
 
 
@@ -71,7 +71,7 @@ def tiny_drafter(
         layer_types=("full_attention", "full_attention"),
     )
     drafter = make_drafter(replace(config, **changes))
-    _randomize(drafter, seed)
+    randomize(drafter, seed)
     return drafter
 
 
@@ -91,7 +91,7 @@ class ScriptedDrafter(DFlashDrafter):
 
     def __init__(self, config: DraftConfig, script: dict[int, int], wrong: frozenset[int] = frozenset()) -> None:
         super().__init__(config)
-        _randomize(self, 5)
+        randomize(self, 5)
         self._script, self._wrong = [script], [wrong]
 
     def __call__(self, block: mx.array, rows: Rows) -> mx.array:
@@ -139,7 +139,7 @@ def drafted_tokens(
     return [token for step in steps for token in step.tokens]
 
 
-def _randomize(model: Any, seed: int) -> None:
+def randomize(model: Any, seed: int) -> None:
     """Weights large enough that the best token is never a matter of rounding."""
     keys = iter(mx.random.split(mx.random.key(seed), 400))
 

@@ -127,7 +127,13 @@ def _speeds(result: PromptResult, contestant: str, speed: Speeds) -> list[float]
     return [value for run in result.of(contestant) if (value := speed(run))]
 
 
-_WORDS = {"pair": "the pair", "dtype": "the precision", "version": "the version", "block_size": "the block size"}
+_WORDS = {
+    "pair": "the pair",
+    "dtype": "the precision",
+    "exact": "--exact",
+    "version": "the version",
+    "block_size": "the block size",
+}
 
 
 def _differences(a: Results, b: Results) -> list[str]:

@@ -3,7 +3,7 @@
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,13 +11,14 @@ import mlx.nn as nn
 from dflash_mlx.drafters.config import DraftConfig, parse_draft_config
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
-from dflash_mlx.drafters.torch_file import read_mask_embedding
+from dflash_mlx.drafters.torch_file import read_mask_embedding, read_tensors
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError
-from dflash_mlx.hub.folder import read_json
+from dflash_mlx.hub.folder import TORCH_WEIGHTS, read_json
 from dflash_mlx.runtime import lacks_bfloat16
 from dflash_mlx.targets.loading import expand, keeps_quantized
 
 Weights = dict[str, mx.array]
+Network = TypeVar("Network", bound=nn.Module)
 
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 MASK_FILE = "mask_embedding.pt"
@@ -39,8 +40,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read config.json and the safetensors files. Raises CheckpointError."""
     raw = read_json(folder / "config.json")
     config = parse_draft_config(raw)
-    weights = _tidy(_read_weights(folder))
-    ids = _reduced_vocabulary(raw, config, weights)
+    weights = _tidy(read_weights(folder))
+    ids = reduced_vocabulary(weights, size=raw.get("draft_vocab_size"), of=config.vocab_size)
     if ids:
         config = replace(config, draft_token_ids=ids, own_head="lm_head.weight" in weights)
     elif config.draft_token_ids and "lm_head.weight" in weights:
@@ -57,10 +58,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(raw, config, weights)
 
 
-def _read_weights(folder: Path) -> Weights:
+def read_weights(folder: Path) -> Weights:
+    """All tensors of a folder's safetensors files, or of its file of PyTorch. Raises CheckpointError."""
     files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    others = [folder / name for name in TORCH_WEIGHTS if (folder / name).exists()]
+    if not files and not others:
         raise CheckpointError(f"no .safetensors file in the drafter folder {folder}.")
+    if not files:
+        return read_tensors(others[0])
     weights: Weights = {}
     try:
         for file in files:
@@ -76,22 +81,24 @@ def _tidy(weights: Weights) -> Weights:
     return {renamed.get(name, name): x for name, x in weights.items() if not name.startswith(_COPIES)}
 
 
-def _reduced_vocabulary(raw: dict[str, Any], config: DraftConfig, weights: Weights) -> tuple[int, ...]:
-    """The target's ids of the tokens that the drafter drafts, where a tensor says so; takes it out of `weights`."""
+def reduced_vocabulary(weights: Weights, *, size: int | None, of: int) -> tuple[int, ...]:
+    """The target's ids of the `size` tokens that are drafted, out of a vocabulary `of` so many; () where it is all.
+
+    The tensors that say so are taken out of `weights`. Raises CheckpointError.
+    """
     offsets = weights.pop("d2t", None)
     weights.pop("t2d", None)
-    size = raw.get("draft_vocab_size")
-    if size in (None, config.vocab_size):
+    if size in (None, of):
         return ()
     if offsets is None:
         raise CheckpointError(
-            f"the drafter drafts {size} of {config.vocab_size} tokens, and the tensor d2t, which says which ones, is "
+            f"the drafter drafts {size} of {of} tokens, and the tensor d2t, which says which ones, is "
             "missing; the checkpoint is incomplete."
         )
     ids = cast("list[int]", (mx.arange(offsets.shape[0]) + offsets.astype(mx.int64)).tolist())
-    if len(ids) != size or len(set(ids)) != size or not all(0 <= i < config.vocab_size for i in ids):
+    if len(ids) != size or len(set(ids)) != size or not all(0 <= i < of for i in ids):
         raise CheckpointError(
-            f"the drafter's tensor d2t should name {size} different tokens of {config.vocab_size}; found {len(ids)} "
+            f"the drafter's tensor d2t should name {size} different tokens of {of}; found {len(ids)} "
             f"entries from {min(ids, default=0)} to {max(ids, default=0)}. Fetch the folder again."
         )
     return tuple(ids)
@@ -110,17 +117,37 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None =
     here. Raises CheckpointError.
     """
     checkpoint = read_checkpoint(folder)
-    weights = checkpoint.weights
-    quantization = checkpoint.raw.get("quantization")
     try:
-        drafter = _drafter_without_weights(checkpoint, quantization)
+        drafter = make_drafter(checkpoint.config)
     except WRONG_VALUES as error:
         raise CheckpointError(
             f"cannot build a drafter as config.json in {folder} describes it: {error}. Fetch the folder again."
         ) from error
+    quantization = checkpoint.raw.get("quantization")
+    return filled(
+        drafter, checkpoint.weights, folder, quantization=quantization, dtype=dtype, keep_quantized=keep_quantized
+    )
+
+
+def filled(
+    network: Network,
+    weights: Weights,
+    folder: Path,
+    *,
+    quantization: dict[str, Any] | None,
+    dtype: mx.Dtype,
+    keep_quantized: bool | None = None,
+) -> Network:
+    """A drafter's network with the weights from a folder, all of them, in the precision that suits it here.
+
+    quantization: what config.json says of quantized weights, if it does; layers may have entries of their own. Raises
+    CheckpointError; see `load_drafter`.
+    """
     try:
-        drafter.load_weights(list(weights.items()), strict=True)
-    except ValueError as error:
+        if quantization:
+            _quantize_as(network, weights, quantization)
+        network.load_weights(list(weights.items()), strict=True)
+    except WRONG_VALUES as error:
         what = textwrap.shorten(str(error), 300)
         raise CheckpointError(
             f"the drafter's weights in {folder} do not fit its config.json: {what} Fetch the folder again; if that "
@@ -129,31 +156,33 @@ def load_drafter(folder: Path, *, dtype: mx.Dtype, keep_quantized: bool | None =
     activations, bits = drafter_precision(dtype, lacks_bfloat16=lacks_bfloat16())
     if quantization:
         if keep_quantized is None:
-            keep_quantized = keeps_quantized(drafter, activations)
+            keep_quantized = keeps_quantized(network, activations)
         if not keep_quantized:
-            drafter = cast(DFlashDrafter, expand(drafter, activations))
+            network = cast(Network, expand(network, activations))
     elif bits is not None and keep_quantized is not False:
-        nn.quantize(drafter, bits=bits, group_size=_GROUP, class_predicate=_can_quantize)
-    drafter.set_dtype(activations)
-    drafter.eval()
-    mx.eval(drafter.parameters())
-    return drafter
+        nn.quantize(network, bits=bits, group_size=_GROUP, class_predicate=_can_quantize)
+    network.set_dtype(activations)
+    network.eval()
+    mx.eval(network.parameters())
+    return network
 
 
-def _drafter_without_weights(checkpoint: Checkpoint, quantization: dict[str, Any] | None) -> DFlashDrafter:
-    """The drafter that the weights are put into, with quantized layers where they are quantized."""
-    drafter = make_drafter(checkpoint.config)
-    if quantization:
-        nn.quantize(
-            drafter,
-            group_size=quantization["group_size"],
-            bits=quantization["bits"],
-            mode=quantization.get("mode", "affine"),
-            class_predicate=lambda path, module: (
-                hasattr(module, "to_quantized") and f"{path}.scales" in checkpoint.weights
-            ),
-        )
-    return drafter
+def _quantize_as(network: nn.Module, weights: Weights, quantization: dict[str, Any]) -> None:
+    """Give a network quantized layers where the weights are."""
+
+    def how(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+            return False
+        own = next((value for name, value in quantization.items() if name.endswith(path)), None)
+        return own if isinstance(own, dict) else True
+
+    nn.quantize(
+        network,
+        group_size=quantization["group_size"],
+        bits=quantization["bits"],
+        mode=quantization.get("mode", "affine"),
+        class_predicate=how,
+    )
 
 
 def drafter_precision(dtype: mx.Dtype, *, lacks_bfloat16: bool) -> tuple[mx.Dtype, int | None]:

@@ -156,7 +156,7 @@ def _parse(raw: dict[str, Any]) -> DraftConfig:
         layer_ids = default_target_layer_ids(int(target_layers), layers)
     else:
         layer_ids = required("target_layer_ids")
-    rope, ropes = _ropes(raw)
+    rope, ropes = parse_ropes(raw)
     layer_types, window = _layers(raw, nested, layers)
     cap = optional("final_logit_softcapping", None)
     config = DraftConfig(
@@ -193,7 +193,7 @@ def _parse(raw: dict[str, Any]) -> DraftConfig:
     return config
 
 
-def _ropes(raw: dict[str, Any]) -> tuple[Rope, tuple[tuple[str, Rope], ...]]:
+def parse_ropes(raw: dict[str, Any]) -> tuple[Rope, tuple[tuple[str, Rope], ...]]:
     """The drafter's rope, and those of its layer types where they have their own.
 
     As in Transformers: `rope_scaling` goes before `rope_parameters`, and a base inside them before `rope_theta`.

@@ -1,14 +1,15 @@
 """A DFlash drafter at work on a batch of answers."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Outlook, Writer, best_tokens
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, best_tokens
+from dflash_mlx.drafters.row_state import RowState
 from dflash_mlx.targets.target import Target
 
 if TYPE_CHECKING:
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 _MAX_PENDING = 64
 
 
-class DFlashState:
-    """See `contract.DraftState`; `rows` are caches like the drafter's own, of any number of answers."""
+class DFlashState(RowState):
+    """See `contract.DraftState`."""
 
     def __init__(self, drafter: "DFlashDrafter", target: Target, rows: Rows) -> None:
-        self.drafter, self.target, self.rows = drafter, target, rows
+        super().__init__(rows)
+        self.drafter, self.target = drafter, target
         self._passes = _Passes.of(drafter, target)
         self.vocabulary = self._passes.vocabulary
         self._pending: list[mx.array] = []
@@ -38,9 +40,6 @@ class DFlashState:
     def blank(cls, drafter: "DFlashDrafter", target: Target, rows: int, positions: int) -> "DFlashState":
         """Of so many answers of which nothing is known, with room for some positions each."""
         return cls(drafter, target, Rows.blank(drafter.filled(drafter.make_cache()), rows, positions))
-
-    def outlook(self, writers: Sequence[Writer]) -> Outlook:
-        return Outlook.DEVICE
 
     def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
         assert features is not None
@@ -91,23 +90,6 @@ class DFlashState:
         block = mx.concatenate([anchors.astype(mx.uint32)[:, None], masks], axis=1)
         logits, hidden = self._passes.draft(self.rows, block)
         return logits, hidden
-
-    def layers(self) -> list[Any]:
-        self.absorb()
-        return self.rows.layers
-
-    def add(self, count: int) -> None:
-        self.rows.add(count)
-
-    def take_over(self, other: "DFlashState", places: Sequence[int]) -> None:
-        self.rows.take_over(other.rows, places)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.rows.keep(rows)
-
-    def give_back(self, row: int, length: int, caches: list[Any]) -> None:
-        self.absorb()
-        self.rows.give_back(row, length, caches)
 
 
 class _Passes:

@@ -10,8 +10,8 @@ from typing import Any
 from dflash_mlx.errors import CheckpointError
 
 SUPPORTED = (
-    "this version runs DFlash and DFlash 2 drafters, in z-lab's layout (DFlashDraftModel, DFlash2DraftModel) or that "
-    "of speculators (dflash, dflash2)"
+    "a DFlash or DFlash 2 drafter is needed here, in z-lab's layout (DFlashDraftModel, DFlash2DraftModel) or that of "
+    "speculators (dflash, dflash2)"
 )
 _NEXT = "Choose such a drafter for your target, or run with --no-draft."
 
@@ -60,10 +60,10 @@ def refuse_unsupported(raw: dict[str, Any]) -> None:
 
     raw: the config.json of a drafter in any layout.
     """
-    nested = {**raw, **(raw.get("transformer_layer_config") or {}), **(raw.get("dflash_config") or {})}
-    kind, found = _other_kind(raw, nested)
-    if kind:
-        raise CheckpointError(f"the drafter is {kind} ({found}); {SUPPORTED}. {_NEXT}")
+    nested = _flat(raw)
+    kind = other_kind(raw)
+    if kind is not None:
+        raise CheckpointError(f"the drafter is {kind}; {SUPPORTED}. {_NEXT}")
     missing = [
         (nested.get("hidden_act") not in (None, "silu", "swish"), f"hidden_act {nested.get('hidden_act')!r}"),
         (bool(nested.get("attention_sink_bias")), "attention sinks (attention_sink_bias)"),
@@ -83,22 +83,27 @@ def refuse_unsupported(raw: dict[str, Any]) -> None:
         )
 
 
-def _other_kind(raw: dict[str, Any], nested: dict[str, Any]) -> tuple[str | None, str]:
-    """The kind of drafter, where it is another one, and the words of config.json that say so."""
+def _flat(raw: dict[str, Any]) -> dict[str, Any]:
+    return {**raw, **(raw.get("transformer_layer_config") or {}), **(raw.get("dflash_config") or {})}
+
+
+def other_kind(raw: dict[str, Any]) -> str | None:
+    """What a drafter that is not DFlash's is, with the words of config.json that say so; None if nothing says so."""
+    nested = _flat(raw)
     for field in ("projector_type", "speculators_model_type"):
         value = str(nested.get(field) or "dflash").lower()
         if value not in ("dflash", "dflash2"):
-            return _kind_of(value) or f"one of the kind {value}", f"{field} {value!r}"
+            return f"{_kind_of(value) or f'one of the kind {value}'} ({field} {value!r})"
     if nested.get("markov_rank"):
-        return "a DSpark drafter", f"markov_rank {nested['markov_rank']}"
+        return f"a DSpark drafter (markov_rank {nested['markov_rank']})"
     architectures = [str(name) for name in raw.get("architectures") or ()]
     if any(name in _OURS for name in architectures):
-        return None, ""
+        return None
     for name in (*architectures, str(raw.get("model_type") or "")):
         kind = _kind_of(name)
         if kind:
-            return kind, name
-    return None, ""
+            return f"{kind} ({name})"
+    return None
 
 
 def _kind_of(name: str) -> str | None:

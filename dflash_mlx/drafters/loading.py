@@ -1,39 +1,105 @@
 """From a method and a drafter's folder to a drafter."""
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.drafters import ngram
+from dflash_mlx.drafters import draft_model, eagle3, mtp, ngram
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.config import parse_draft_config
 from dflash_mlx.drafters.contract import Drafter
+from dflash_mlx.drafters.dialects import other_kind
+from dflash_mlx.drafters.eagle3_checkpoint import is_eagle3, load_eagle3, parse_eagle3_config
+from dflash_mlx.drafters.medusa import is_medusa, load_medusa
 from dflash_mlx.drafters.methods import Method
 from dflash_mlx.drafters.with_ngram import WithNgram
-from dflash_mlx.errors import UsageError
+from dflash_mlx.errors import WRONG_VALUES, CheckpointError, UsageError
 from dflash_mlx.hub.folder import read_json
+from dflash_mlx.hub.naming import is_drafter
+from dflash_mlx.targets.target import Target
+
+# The places for which tokens are drafted in a round, and the most that may be asked for. The others have their own.
+_PLACES = {
+    Method.eagle3: (eagle3.PLACES, eagle3.MOST_PLACES),
+    Method.mtp: (mtp.PLACES, mtp.MOST_PLACES),
+    Method.draft_model: (draft_model.PLACES, draft_model.MOST_PLACES),
+    Method.ngram: (ngram.DEFAULT_PLACES, ngram.MOST_PLACES),
+}
 
 
-def check(folder: Path | None, method: Method, *, block_size: int | None) -> None:
-    """Refuse what cannot be used, before the target is loaded, which may take minutes. Arguments as for `load`.
+def check(folder: Path | None, method: Method, *, block_size: int | None) -> Method:
+    """Which method a drafter's folder, or none, means, where `method` is what was asked for.
 
-    Raises CheckpointError and UsageError.
+    Refuses what cannot be used, before the target is loaded, which may take minutes. block_size: the largest block of a
+    round, None for the drafter's own. Raises CheckpointError and UsageError.
     """
-    if folder is not None:
-        parse_draft_config(read_json(folder / "config.json"))
-    elif method is Method.ngram and block_size is not None and not 2 <= block_size <= ngram.MOST_PLACES + 1:
-        raise UsageError(f"block size should be from 2 to {ngram.MOST_PLACES + 1} for n-grams; got {block_size}.")
+    if folder is not None and method is not Method.mtp:
+        raw = read_json(folder / "config.json")
+        found = _method_of(raw)
+        if method is Method.auto:
+            method = found
+        elif found is not (Method.dflash if method is Method.dflash_ngram else method):
+            raise UsageError(
+                f"--method {method.value} was asked for, and the drafter in {folder} is one for {found.value}. Leave "
+                "--method out, or name another drafter with --draft-model."
+            )
+        if found is Method.dflash:
+            parse_draft_config(raw)
+        elif found is Method.eagle3:
+            parse_eagle3_config(raw)
+    most = _PLACES[method][1] if method in _PLACES else None
+    if block_size is not None and most is not None and not 2 <= block_size <= most + 1:
+        raise UsageError(f"block size should be from 2 to {most + 1} for {method.value}; got {block_size}.")
+    return method
 
 
-def load(folder: Path | None, method: Method, *, block_size: int | None, dtype: mx.Dtype) -> Drafter | None:
-    """The drafter in a folder, or one that needs no files; None to decode plainly.
+def load(
+    folder: Path | None,
+    method: Method,
+    *,
+    target: Target,
+    target_folder: Path,
+    block_size: int | None,
+    dtype: mx.Dtype,
+) -> Drafter | None:
+    """The drafter in a folder, or one that needs no files; None to decode plainly. `method` is what `check` returned.
 
-    block_size: the largest block of a round, as the drafter has it when None. dtype: that of the target's activations.
-    Raises CheckpointError.
+    dtype: that of the target's activations. Raises CheckpointError and PairError.
     """
-    if folder is not None:
-        drafter = load_drafter(folder, dtype=dtype)
-        return WithNgram(drafter) if method is Method.dflash_ngram else drafter
+    default, _ = _PLACES.get(method, (0, 0))
+    places = default if block_size is None else block_size - 1
     if method is Method.ngram:
-        return ngram.NgramDrafter(ngram.DEFAULT_PLACES if block_size is None else block_size - 1)
-    return None
+        return ngram.NgramDrafter(places)
+    if method is Method.mtp:
+        return mtp.load_mtp(folder or target_folder, target, dtype=dtype, places=places)
+    if folder is None:
+        return None
+    if method is Method.eagle3:
+        return load_eagle3(folder, target, dtype=dtype, places=places)
+    if method is Method.medusa:
+        return load_medusa(folder, target, dtype=dtype)
+    if method is Method.draft_model:
+        return draft_model.load_draft_model(folder, target, target_folder, dtype=dtype, places=places)
+    drafter = load_drafter(folder, dtype=dtype)
+    return WithNgram(drafter) if method is Method.dflash_ngram else drafter
+
+
+def _method_of(raw: dict[str, Any]) -> Method:
+    """The method that a folder with this config.json is for. Raises CheckpointError for kinds that are not run."""
+    try:
+        method = Method.eagle3 if is_eagle3(raw) else Method.medusa if is_medusa(raw) else None
+        kind = None if method else other_kind(raw)
+    except WRONG_VALUES as error:
+        raise CheckpointError(
+            f"the drafter's config.json holds a value of another kind than expected: {error}. Fetch the folder again."
+        ) from error
+    if kind is not None:
+        raise CheckpointError(
+            f"the drafter is {kind}; this version drafts with DFlash, DFlash 2 and EAGLE-3 drafters, Medusa heads, "
+            "small language models, and a target's own head for multi-token prediction. Choose such a drafter for your "
+            "target, or run with --no-draft."
+        )
+    if method is not None:
+        return method
+    return Method.dflash if is_drafter(raw) or "target_layer_ids" in raw else Method.draft_model

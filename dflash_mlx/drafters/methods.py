@@ -8,6 +8,10 @@ class Method(str, Enum):
 
     auto = "auto"
     dflash = "dflash"
+    eagle3 = "eagle3"
+    medusa = "medusa"
+    mtp = "mtp"
+    draft_model = "draft_model"
     ngram = "ngram"
     dflash_ngram = "dflash+ngram"
     plain = "plain"
@@ -15,4 +19,9 @@ class Method(str, Enum):
     @property
     def has_drafter(self) -> bool:
         """Whether it needs the files of a drafter."""
-        return self in (Method.dflash, Method.dflash_ngram)
+        return self in (Method.dflash, Method.dflash_ngram, Method.eagle3, Method.medusa, Method.draft_model)
+
+    @property
+    def takes_folder(self) -> bool:
+        """Whether files may be named for it. A head of the target's own is in the target's folder or in another."""
+        return self.has_drafter or self in (Method.auto, Method.mtp)

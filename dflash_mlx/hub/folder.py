@@ -9,16 +9,21 @@ from typing import Any
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub.naming import is_drafter
 
+# Where some drafters have their weights instead.
+TORCH_WEIGHTS = ("pytorch_model.bin", "medusa_lm_head.pt")
 _MOST_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
 def check_folder(folder: Path) -> Path:
-    """`folder`, if it holds config.json and complete *.safetensors files. Raises CheckpointError with what is wrong."""
+    """`folder`, if it holds config.json and complete *.safetensors files. Raises CheckpointError with what is wrong.
+
+    A drafter's weights may be in a file of PyTorch (`TORCH_WEIGHTS`; `drafters.torch_file`).
+    """
     if not folder.is_dir():
         raise CheckpointError(f"expected a model folder, found no folder at {folder}.")
     config = read_json(folder / "config.json")
     files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not files and not (is_drafter(config) and any((folder / name).exists() for name in TORCH_WEIGHTS)):
         others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".npz"))
         found = f"found {others[0]}" if others else "found none"
         raise CheckpointError(f"{folder} has no weights: expected *.safetensors, {found}.")

@@ -1,4 +1,6 @@
-"""Checkpoints on the Hugging Face Hub: weights, configuration and tokenizer files only, never code or pickles.
+"""Checkpoints on the Hugging Face Hub: weights, configuration and tokenizer files only, never code.
+
+Weights are safetensors. Drafters that have none are fetched as files of PyTorch, of which only tensors are read.
 
 The Hub's cache is used as it is, so other programs share the files. A file enters it only complete and with the right
 checksum (`hub_files.fetch_blob`), and weights come last, so that a download that was stopped anywhere is never taken
@@ -12,8 +14,9 @@ from typing import Any
 
 from dflash_mlx.errors import CheckpointError, DFlashError, DownloadError
 from dflash_mlx.hub import hub_files
-from dflash_mlx.hub.folder import check_code, check_folder, read_json
+from dflash_mlx.hub.folder import TORCH_WEIGHTS, check_code, check_folder, read_json
 from dflash_mlx.hub.hub_errors import explain
+from dflash_mlx.hub.naming import is_drafter
 from dflash_mlx.hub.registry import ModelSource, cache_home
 from dflash_mlx.hub.store import Report, hold_lock
 
@@ -78,7 +81,7 @@ def find_cached(source: ModelSource) -> Path | None:
         folder = snapshot_download(
             source.repo,
             revision=source.revision,
-            allow_patterns=PATTERNS,
+            allow_patterns=[*PATTERNS, *TORCH_WEIGHTS],
             ignore_patterns=UNWANTED,
             local_files_only=True,
         )
@@ -119,7 +122,11 @@ def _fetch(source: ModelSource, report: Report, *, verify: bool) -> Path:
         source.repo, "config.json", revision=info.sha, progress=lambda done: None, report=report
     )
     snapshot = config.parent
-    check_code(str(source), read_json(config))
+    about = read_json(config)
+    check_code(str(source), about)
+    if not is_drafter(about):
+        files = [file for file in files if file.name not in TORCH_WEIGHTS]
+        _refuse_unusable(source, files)
 
     if verify:
         report(f"checking what is there of {source}", None)
@@ -142,14 +149,20 @@ def _fetch(source: ModelSource, report: Report, *, verify: bool) -> Path:
 
 
 def wanted_files(siblings: list[Any]) -> list[HubFile]:
-    """The files to fetch of those that the Hub lists, weights last."""
+    """The files to fetch of those that the Hub lists, weights last; a PyTorch file where there is nothing else."""
     files = []
+    whole = any(fnmatch.fnmatch(entry.rfilename, "*.safetensors") for entry in siblings)
+    wanted = PATTERNS if whole else [*PATTERNS, *TORCH_WEIGHTS]
     for entry in siblings:
         name = entry.rfilename
-        if any(fnmatch.fnmatch(name, p) for p in PATTERNS) and not any(fnmatch.fnmatch(name, p) for p in UNWANTED):
+        if any(fnmatch.fnmatch(name, p) for p in wanted) and not any(fnmatch.fnmatch(name, p) for p in UNWANTED):
             lfs = entry.lfs
             files.append(HubFile(name, entry.size, lfs["sha256"] if lfs else None))
-    return sorted(files, key=lambda file: (file.name.endswith(".safetensors"), file.name))
+    return sorted(files, key=lambda file: (_is_weights(file.name), file.name))
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors") or name in TORCH_WEIGHTS
 
 
 def _refuse_unusable(source: ModelSource, files: list[HubFile]) -> None:
@@ -158,7 +171,7 @@ def _refuse_unusable(source: ModelSource, files: list[HubFile]) -> None:
         raise CheckpointError(
             f"{source} has no config.json, so it is no model for MLX. Look for an MLX conversion of it."
         )
-    if not any(name.endswith(".safetensors") for name in names):
+    if not any(_is_weights(name) for name in names):
         raise CheckpointError(
             f"{source} has no *.safetensors weights; GGUF files and pickles are not fetched. "
             "Look for an MLX conversion of it, at mlx-community for instance."

@@ -62,4 +62,5 @@ def is_drafter(config: dict[str, Any]) -> bool:
     """Whether a config.json is that of a drafter, which is no model of its own."""
     said = config.get("architectures")
     names = [str(name).lower() for name in said] if isinstance(said, list) else []
-    return "dflash_config" in config or "speculators_model_type" in config or any("dflash" in name for name in names)
+    kinds = any(kind in name for name in names for kind in ("dflash", "eagle", "medusa"))
+    return kinds or any(field in config for field in ("dflash_config", "speculators_model_type", "medusa_num_heads"))

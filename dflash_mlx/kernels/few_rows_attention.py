@@ -22,7 +22,8 @@ from dflash_mlx.hooks import means, renamed
 from dflash_mlx.kernels.attention import Mask, instead_of_ordinary
 from dflash_mlx.rounding import relative_difference
 
-# The kernel keeps a number for each key in the GPU's shared memory, 16 KB in all.
+# The kernel keeps a number for each key of a part in the GPU's shared memory, 16 KB in all. It computes any number of
+# parts, one after the other, but more than one takes longer than products.
 MOST_KEYS = 4096
 # It reads the keys once for each row, so much work is better done by products. Rows, and numbers multiplied for the
 # scores; on an H200 a launch of this many takes about as long as the products.
@@ -64,62 +65,78 @@ _SOURCE = """
     float query[8], numbers[8];
     load(q + sequence * q_strides[0] + head * q_strides[1] + row * q_strides[2] + 8 * part * q_strides[3],
          q_strides[3], query);
-    const T* from_keys = k + sequence * k_strides[0] + kv_head * k_strides[1] + 8 * part * k_strides[3];
-    const T* from_values = v + sequence * v_strides[0] + kv_head * v_strides[1] + 8 * part * v_strides[3];
-    const bool* sees = mask + sequence * mask_strides[0] + row * mask_strides[2];
+    const T* all_keys = k + sequence * k_strides[0] + kv_head * k_strides[1] + 8 * part * k_strides[3];
+    const T* all_values = v + sequence * v_strides[0] + kv_head * v_strides[1] + 8 * part * v_strides[3];
+    const bool* all_sees = mask + sequence * mask_strides[0] + row * mask_strides[2];
 
-    // Scores, in base 2, and the highest of them.
     constexpr float NEVER = -3e38f;
-    float highest = NEVER;
-    for (int first = 0; first < keys; first += GROUPS) {
-      const int i = first + group;
-      const bool seen = i <= last && (kind != MASK || sees[i * mask_strides[3]]);
-      float score = 0;
-      if (seen) {
-        load(from_keys + i * k_strides[2], k_strides[3], numbers);
-        for (int j = 0; j < 8; j++) score += query[j] * numbers[j];
+    float highest_of_all = NEVER, total_of_all = 0, sums_of_all[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    for (int begin = 0; begin < keys; begin += MOST_KEYS) {
+      const int count = keys - begin < MOST_KEYS ? keys - begin : MOST_KEYS;
+      const T* from_keys = all_keys + begin * k_strides[2];
+      const T* from_values = all_values + begin * v_strides[2];
+      const bool* sees = all_sees + begin * mask_strides[3];
+
+      // Scores, in base 2, and the highest of them.
+      float highest = NEVER;
+      for (int first = 0; first < count; first += GROUPS) {
+        const int i = first + group;
+        const bool seen = i < count && begin + i <= last && (kind != MASK || sees[i * mask_strides[3]]);
+        float score = 0;
+        if (seen) {
+          load(from_keys + i * k_strides[2], k_strides[3], numbers);
+          for (int j = 0; j < 8; j++) score += query[j] * numbers[j];
+        }
+        for (int distance = LANES / 2; distance > 0; distance /= 2)
+          score += __shfl_xor_sync(0xffffffff, score, distance);
+        score = seen ? score * settings[0] * 1.44269504089f : NEVER;
+        if (part == 0 && i < count) weights[i] = score;
+        highest = max(highest, score);
       }
-      for (int distance = LANES / 2; distance > 0; distance /= 2)
-        score += __shfl_xor_sync(0xffffffff, score, distance);
-      score = seen ? score * settings[0] * 1.44269504089f : NEVER;
-      if (part == 0 && i < keys) weights[i] = score;
-      highest = max(highest, score);
-    }
-    for (int distance = 16; distance > 0; distance /= 2)
-      highest = max(highest, __shfl_xor_sync(0xffffffff, highest, distance));
-    if (lane == 0) warp_values[warp] = highest;
-    __syncthreads();
-    for (int i = 0; i < WARPS; i++) highest = max(highest, warp_values[i]);
-    __syncthreads();
+      for (int distance = 16; distance > 0; distance /= 2)
+        highest = max(highest, __shfl_xor_sync(0xffffffff, highest, distance));
+      if (lane == 0) warp_values[warp] = highest;
+      __syncthreads();
+      for (int i = 0; i < WARPS; i++) highest = max(highest, warp_values[i]);
+      __syncthreads();
 
-    float total = 0;
-    for (int i = threadIdx.x; i < keys; i += THREADS) {
-      weights[i] = exp2f(weights[i] - highest);
-      total += weights[i];
-    }
-    for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(0xffffffff, total, distance);
-    if (lane == 0) warp_values[warp] = total;
-    __syncthreads();
-    total = 0;
-    for (int i = 0; i < WARPS; i++) total += warp_values[i];
+      float total = 0;
+      for (int i = threadIdx.x; i < count; i += THREADS) {
+        weights[i] = exp2f(weights[i] - highest);
+        total += weights[i];
+      }
+      for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(0xffffffff, total, distance);
+      if (lane == 0) warp_values[warp] = total;
+      __syncthreads();
+      total = 0;
+      for (int i = 0; i < WARPS; i++) total += warp_values[i];
 
-    float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    for (int i = group; i < keys; i += GROUPS) {
-      const float weight = weights[i];
-      if (weight == 0) continue;
-      load(from_values + i * v_strides[2], v_strides[3], numbers);
-      for (int j = 0; j < 8; j++) sums[j] += weight * numbers[j];
+      float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+      for (int i = group; i < count; i += GROUPS) {
+        const float weight = weights[i];
+        if (weight == 0) continue;
+        load(from_values + i * v_strides[2], v_strides[3], numbers);
+        for (int j = 0; j < 8; j++) sums[j] += weight * numbers[j];
+      }
+      // Together with the parts before, whose weights were relative to another highest score.
+      const float top = max(highest_of_all, highest);
+      const float before = exp2f(highest_of_all - top), now = exp2f(highest - top);
+      total_of_all = total_of_all * before + total * now;
+      for (int j = 0; j < 8; j++) sums_of_all[j] = sums_of_all[j] * before + sums[j] * now;
+      highest_of_all = top;
+      __syncthreads();
     }
     for (int j = 0; j < 8; j++) {
       for (int distance = LANES; distance < 32; distance *= 2)
-        sums[j] += __shfl_xor_sync(0xffffffff, sums[j], distance);
-      if (lane < LANES) warp_outputs[warp][8 * part + j] = sums[j];
+        sums_of_all[j] += __shfl_xor_sync(0xffffffff, sums_of_all[j], distance);
+      if (lane < LANES) warp_outputs[warp][8 * part + j] = sums_of_all[j];
     }
     __syncthreads();
     for (int d = threadIdx.x; d < D; d += THREADS) {
       float sum = 0;
       for (int i = 0; i < WARPS; i++) sum += warp_outputs[i][d];
-      out[((static_cast<int64_t>(sequence) * rows + row) * q_shape[1] + head) * D + d] = static_cast<T>(sum / total);
+      out[((static_cast<int64_t>(sequence) * rows + row) * q_shape[1] + head) * D + d] =
+          static_cast<T>(sum / total_of_all);
     }
 """
 # What a row sees, as the kernel is told: everything, what comes before it, or what a mask says.
@@ -130,8 +147,14 @@ _CONSTANTS = [("THREADS", _THREADS), ("MOST_KEYS", MOST_KEYS), ("CAUSAL", _CAUSA
 @instead_of_ordinary
 def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask) -> mx.array | None:
     """mlx-lm's `scaled_dot_product_attention`, by the kernel where it fits; queries (B, heads, L, head_dim)."""
-    if not fits(queries, keys, values, mask):
-        return None
+    return compute(queries, keys, values, scale, mask) if fits(queries, keys, values, mask) else None
+
+
+def compute(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask) -> mx.array:
+    """Attention by the kernel, where it was `made_for` it. masks: (B, 1, L, S), boolean.
+
+    What comes out for a row depends neither on other rows nor on keys that it does not see after those that it does.
+    """
     batch, heads, rows, head_dim = queries.shape
     kind = _ALL if mask is None else _CAUSAL if isinstance(mask, str) else _MASK
     settings, no_mask = _settings(scale, kind)
@@ -146,22 +169,31 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
     return out.transpose(0, 2, 1, 3)
 
 
+def made_for(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
+    """Whether the kernel computes with such heads, of any numbers of rows and keys."""
+    heads, head_dim = queries.shape[1], queries.shape[3]
+    return (
+        # A power of two, of which a warp of 32 threads holds at least one.
+        16 <= head_dim <= 256
+        and head_dim & (head_dim - 1) == 0
+        and keys.shape == values.shape
+        and keys.shape[3] == head_dim
+        and heads % keys.shape[1] == 0
+        and queries.dtype == keys.dtype == values.dtype
+    )
+
+
 def fits(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
-    """Whether the kernel was made for this: a few rows of each sequence, and a mask that says which keys a row sees."""
+    """Whether the kernel is meant for this: a few rows of each sequence, and a mask that says which keys a row sees."""
     batch, heads, rows, head_dim = queries.shape
-    _, kv_heads, length, _ = keys.shape
+    length = keys.shape[2]
     return (
         rows <= MOST_ROWS
         # Of a single row without a mask MLX makes one launch, too.
         and (rows > 1 or isinstance(mask, mx.array))
         and rows <= length <= MOST_KEYS
         and batch * heads * rows * length * head_dim <= _MOST_WORK
-        # A power of two, of which a warp of 32 threads holds at least one.
-        and 16 <= head_dim <= 256
-        and head_dim & (head_dim - 1) == 0
-        and keys.shape == values.shape == (batch, kv_heads, length, head_dim)
-        and heads % kv_heads == 0
-        and queries.dtype == keys.dtype == values.dtype
+        and made_for(queries, keys, values)
         and (
             mask is None
             or (isinstance(mask, str) and mask == "causal")

@@ -119,8 +119,12 @@ class Target(Mirrored):
 
     @mirrored
     def forward_tapped(self, tokens: mx.array, cache: list[Any], layer_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """`forward`, and the features: tapped layer outputs concatenated, (1, L, taps * D)."""
-        with tapped(self.layers, layer_ids) as outputs:
+        """`forward`, and the features: tapped layer outputs concatenated, (1, L, taps * D).
+
+        The number of layers itself stands for the hidden states after the final norm.
+        """
+        norm = [self.final_norm] if isinstance(self.final_norm, nn.Module) else []
+        with tapped([*self.layers, *norm], layer_ids) as outputs:
             logits = self.model(tokens, cache=cache)
         return logits, mx.concatenate([self._stream(outputs[i]) for i in layer_ids], axis=-1)
 

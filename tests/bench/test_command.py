@@ -39,6 +39,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Fake]], None]:
             name="a-pair",
             dtype="mlx.core.float32",
             block_size=8,
+            exact=False,
             encode_chat=lambda messages: [1] * 9,
             target=SimpleNamespace(machines=1),
         )

@@ -35,6 +35,7 @@ class FakePair:
     sessions: int = 0
     warnings: list[str] = field(default_factory=list)
     kernels: bool = True
+    exact: bool = False
 
     def encode_prompt(self, text: str) -> list[int]:
         return [ord(c) for c in text]
@@ -60,6 +61,7 @@ def load_pair(
     dtype: str = "auto",
     block_size: int | None = None,
     kernels: bool = True,
+    exact: bool = False,
     check: bool = True,
     report: Callable[[str, float | None], None] | None = None,
 ) -> FakePair:
@@ -70,7 +72,7 @@ def load_pair(
     if report is not None:
         report("fetching 1 of 2 MB", 0.5)
         report("fetching 2 of 2 MB", 1.0)
-    PAIR.drafter, PAIR.kernels = object() if draft else None, kernels
+    PAIR.drafter, PAIR.kernels, PAIR.exact = object() if draft else None, kernels, exact
     return PAIR
 
 

@@ -176,3 +176,9 @@ def test_kernels_can_be_left_out(run, fake):
     for given, used in ((), True), (("--no-kernels",), False):
         assert run("generate", "hi", "--pair", "fake", *given)[0] == 0
         assert fake.kernels == used
+
+
+def test_exact_is_asked_for(run, fake):
+    for given, wanted in ((), False), (("--exact",), True):
+        assert run("generate", "hi", "--pair", "fake", *given)[0] == 0
+        assert fake.exact == wanted

@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import zipfile
+from collections import OrderedDict
 from dataclasses import replace
 
 import mlx.core as mx
@@ -119,8 +120,11 @@ class Name:
         self.module, self.name = module, name
 
 
-def torch_file(path, value, data, *, storage="BFloat16Storage", call=("torch._utils", "_rebuild_tensor_v2")):
-    """A file as torch.save writes it, by hand: `value(tensor)` around a tensor of 32 numbers."""
+def write_torch(path, value, storages, *, call=("torch._utils", "_rebuild_tensor_v2")):
+    """A file as torch.save writes it, by hand: `value(tensors)` around tensors that are views of storages.
+
+    storages: a storage's class, its bytes, and the tensor's shape, for each.
+    """
 
     class Pickler(pickle._Pickler):
         def persistent_id(self, obj):
@@ -134,23 +138,39 @@ def torch_file(path, value, data, *, storage="BFloat16Storage", call=("torch._ut
                 return
             super().save(obj, save_persistent_id)
 
-        def save_tensor(self, key):
-            self.save(Name(*call))
-            self.save((("storage", Name("torch", storage), key, "cpu", HIDDEN), 0, (HIDDEN,), (1,), False, None))
-            self.write(pickle.REDUCE)
-
     class Tensor:
-        pass
+        def __init__(self, key):
+            self.key = key
 
-    def save_one(pickler, tensor):
-        pickler.save_tensor("0")
+    def save_tensor(pickler, tensor):
+        storage, _, shape = storages[tensor.key]
+        strides = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
+        pickler.save(Name(*call))
+        key = ("storage", Name("torch", storage), str(tensor.key), "cpu", int(np.prod(shape)))
+        pickler.save((key, 0, tuple(shape), strides, False, None))
+        pickler.write(pickle.REDUCE)
 
-    Pickler.dispatch = {**pickle._Pickler.dispatch, Tensor: save_one}
+    Pickler.dispatch = {**pickle._Pickler.dispatch, Tensor: save_tensor}
     out = io.BytesIO()
-    Pickler(out, protocol=2).dump(value(Tensor()))
+    Pickler(out, protocol=2).dump(value([Tensor(key) for key in range(len(storages))]))
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("mask/data.pkl", out.getvalue())
-        archive.writestr("mask/data/0", data)
+        archive.writestr("archive/data.pkl", out.getvalue())
+        for key, (_, data, _) in enumerate(storages):
+            archive.writestr(f"archive/data/{key}", data)
+
+
+def torch_file(path, value, data, *, storage="BFloat16Storage", **options):
+    """The same with one tensor of 32 numbers: `value(tensor)`."""
+    write_torch(path, lambda tensors: value(tensors[0]), [(storage, data, (HIDDEN,))], **options)
+
+
+STORAGES = {"float32": "FloatStorage", "int64": "LongStorage", "bool": "BoolStorage"}
+
+
+def tensors_file(path, arrays):
+    """The same with a dictionary of arrays, as a model's weights are saved."""
+    storages = [(STORAGES[str(array.dtype)], array.tobytes(), array.shape) for array in arrays.values()]
+    write_torch(path, lambda tensors: OrderedDict(zip(arrays, tensors, strict=True)), storages)
 
 
 ROW = np.arange(HIDDEN, dtype=np.float32) / 8
@@ -172,7 +192,8 @@ def test_a_mask_row_in_a_pytorch_file(value, tmp_path):
     ("file", "message"),
     [
         ({"call": ("os", "system")}, "it asks for os.system"),
-        ({"storage": "LongStorage"}, "it asks for torch.LongStorage"),
+        ({"storage": "DoubleStorage"}, "it asks for torch.DoubleStorage"),
+        ({"storage": "IntStorage", "data": bytes(4 * HIDDEN)}, "numbers of the type mlx.core.int32"),
         ({"value": lambda row: {"mask_token_id": 7, "embedding": row}}, "for the mask token 7, config.json says 39"),
         ({"value": lambda row: [1]}, "cannot read the drafter's mask embedding"),
         ({"data": BITS[:9]}, "cannot read the drafter's mask embedding"),
@@ -187,7 +208,7 @@ def test_a_pytorch_file_runs_nothing(file, message, tmp_path):
 
 def test_a_cut_pytorch_file_is_named(tmp_path):
     (write(tmp_path) / "mask_embedding.pt").write_bytes(b"PK\x03\x04")
-    with pytest.raises(CheckpointError, match=r"mask_embedding\.pt: .*fetch the file again"):
+    with pytest.raises(CheckpointError, match=r"mask_embedding\.pt: it is no zip archive.*fetch the file again"):
         load_drafter(tmp_path, dtype=mx.float32)
 
 

@@ -118,7 +118,7 @@ def test_refused_by_name(raw, found):
         parse_draft_config(raw)
     message = str(refusal.value)
     assert found in message
-    assert "DFlash and DFlash 2 drafters" in message
+    assert "a DFlash or DFlash 2 drafter" in message
     assert message.endswith("or run with --no-draft.")
     assert "\n" not in message
 

@@ -74,6 +74,12 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, damage: Any, reason
         check_folder(folder)
 
 
+def test_a_drafter_may_be_a_pytorch_file(tmp_path: Path) -> None:
+    folder = make(tmp_path / "m", {"architectures": ["LlamaForCausalLMEagle3"]})
+    pickle_only(folder)
+    assert check_folder(folder) == folder
+
+
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="found no folder"):
         ensure_model(ModelSource(kind="folder", path=str(tmp_path / "none")))

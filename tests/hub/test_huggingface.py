@@ -84,6 +84,27 @@ def test_only_weights_configs_and_tokenizers_are_fetched(hub: FakeHub) -> None:
     assert len(hub.log) == asked, "a complete copy needs no network"
 
 
+@pytest.mark.parametrize(
+    ("config", "file"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "pytorch_model.bin"),
+        ({"medusa_num_heads": 5}, "medusa_lm_head.pt"),
+    ],
+)
+def test_a_drafter_without_safetensors_is_fetched_as_a_pytorch_file(
+    hub: FakeHub, config: dict[str, Any], file: str
+) -> None:
+    about = json.dumps(config).encode()
+    hub.repos["owner/name"] = {"config.json": about, file: b"PK", "model.pt": b"x", "a.py": b"x"}
+    assert not is_ready(SOURCE)
+    folder = ensure_model(SOURCE)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["config.json", file])
+    assert is_ready(SOURCE)
+    hub.repos["owner/name"] = model_files(**{"config.json": about})
+    names = [huggingface_hub.hf_api.RepoSibling(rfilename=name, size=1, lfs=None) for name in hub.repos["owner/name"]]
+    assert "pytorch_model.bin" not in [file.name for file in huggingface.wanted_files(names)]
+
+
 def test_the_wanted_files_of_a_repository() -> None:
     names = [
         "model.safetensors",

@@ -72,6 +72,25 @@ def test_the_kernel_computes_attention(kind, batch, heads, kv_heads, head_dim, r
 
 
 @needs_compiler
+@pytest.mark.parametrize("keys", [32, 33, 100])
+def test_more_keys_than_a_part_holds(keys, launched, monkeypatch):
+    """Some rows see nothing of the first parts, or of the last ones."""
+    constants = [(name, 32 if name == "MOST_KEYS" else value) for name, value in few_rows_attention._CONSTANTS]
+    monkeypatch.setattr(few_rows_attention, "_CONSTANTS", constants)
+    rng = np.random.default_rng(keys)
+    queries, k, v = (
+        mx.array(rng.standard_normal((2, heads, count, 16), dtype=np.float32))
+        for heads, count in ((4, 7), (2, keys), (2, keys))
+    )
+    places = mx.arange(keys)
+    seen = mx.stack([(places >= first) & (places < first + 20) for first in (0, 5, 12, 20, 60, 70, 80)])
+    seen = mx.broadcast_to((seen | (places == keys - 1) if keys < 90 else seen)[None, None], (2, 1, 7, keys))
+    found = few_rows_attention.compute(queries, k, v, 0.3, seen)
+    expected = scaled_dot_product_attention(queries, k, v, cache=None, scale=0.3, mask=seen)
+    assert mx.abs(found - expected).max() < 1e-5
+
+
+@needs_compiler
 @pytest.mark.parametrize("aligned", [True, False])
 def test_the_kernel_reads_its_inputs_where_they_lie(aligned, tmp_path):
     """Parts of larger arrays, with the axes in another order, and also where the last one is not contiguous."""

@@ -1,0 +1,167 @@
+"""Multi-token prediction: a head of the target's own that was trained to see one token further, as drafter.
+
+Qwen3-Next and its successors bring one: a layer like their own with full attention over the embedding of a token and
+the target's last hidden state (after the final norm) of the position before. While it drafts, what it computed at a
+place stands for that place's hidden state. mlx-lm leaves its tensors out; here they are read beside the target.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
+
+from dflash_mlx.drafters.checkpoint import Weights, filled
+from dflash_mlx.drafters.contract import DraftVocabulary
+from dflash_mlx.drafters.stepwise import StepwiseDrafter
+from dflash_mlx.errors import CheckpointError
+from dflash_mlx.hub.folder import read_json
+from dflash_mlx.targets.target import Target
+
+# It was trained to see one token further, and what it says gets worse with each of its own.
+PLACES, MOST_PLACES = 3, 15
+# The model files of mlx-lm whose targets have such a head.
+_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+_NAME = re.compile(r"(?:^|\.)mtp\.(.+)$")
+_EXPERT = re.compile(r"(.+\.mlp)\.experts\.(\d+)\.(\w+_proj)\.weight$")
+
+
+class MTPNetwork(nn.Module):
+    """The weights, under the names of the checkpoints without "mtp."."""
+
+    def __init__(self, size: int, eps: float, layer: nn.Module) -> None:
+        super().__init__()
+        self.pre_fc_norm_embedding = nn.RMSNorm(size, eps=eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(size, eps=eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = [layer]
+        self.norm = nn.RMSNorm(size, eps=eps)
+
+    def __call__(self, embedded: mx.array, hidden: mx.array, cache: Any) -> mx.array:
+        """Embeddings of tokens and the hidden states before them, both (B, L, D) -> hidden states (B, L, D)."""
+        parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        h = self.fc(mx.concatenate(parts, axis=-1))
+        return self.norm(self.layers[0](h, mask=create_attention_mask(h, cache), cache=cache))
+
+
+class MTPDrafter(StepwiseDrafter):
+    """See `StepwiseDrafter`. What is said of a position is ready for the target's vocabulary head."""
+
+    method = "mtp"
+
+    def __init__(self, network: MTPNetwork, target: Target, *, places: int = PLACES) -> None:
+        self.network, self._places = network, places
+        self._layers, self._head_dim = len(target.layers), target.head_dim
+        self._target_dtype = target.embed(mx.zeros((1, 1), dtype=mx.uint32)).dtype
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """What it computes in; hidden states and embeddings of another type are cast."""
+        return self.network.norm.weight.dtype
+
+    @property
+    def places(self) -> int:
+        return self._places
+
+    @property
+    def taps(self) -> Sequence[int]:
+        return (self._layers,)
+
+    @property
+    def networks(self) -> Sequence[nn.Module]:
+        return [self.network]
+
+    @property
+    def head_dim(self) -> int | None:
+        return self._head_dim
+
+    def misfits(self, target: Target) -> list[str]:
+        """None: it was made like the target's own layers, and its weights had the right shapes."""
+        return []
+
+    def vocabulary(self, target: Target) -> DraftVocabulary | None:
+        return None
+
+    def make_layer_caches(self) -> list[Any]:
+        return [KVCache()]
+
+    def project(self, features: mx.array) -> mx.array:
+        return features.astype(self.dtype)
+
+    def feed(self, target: Target, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
+        return self.network(target.embed(tokens).astype(self.dtype), hidden, caches[0])
+
+    def logits(self, target: Target, hidden: mx.array) -> mx.array:
+        return target.head(hidden.astype(self._target_dtype))
+
+
+def load_mtp(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLACES) -> MTPDrafter:
+    """Read a target's head out of a folder: the target's own, or one beside it with the tensors `mtp.*`.
+
+    `dtype` is the target's; weights may be quantized by MLX (see `checkpoint.filled`). Raises CheckpointError.
+    """
+    family = type(target.model).__module__.rpartition(".")[2]
+    if family not in _FAMILIES:
+        raise CheckpointError(
+            f"the target is of the family {family}; heads for multi-token prediction are read for "
+            f"{', '.join(_FAMILIES)}. Choose another drafter, or run with --no-draft."
+        )
+    weights = with_stacked_experts(read_head(folder))
+    if not weights:
+        raise CheckpointError(
+            f"the safetensors files in {folder} have no tensors mtp.*: conversions of models often leave them out. "
+            "Name a folder that has them with --draft-model, choose another drafter, or run with --no-draft."
+        )
+    further = sorted({name for name in weights if re.match(r"layers\.[1-9]", name)})
+    if further:
+        raise CheckpointError(
+            f"the head in {folder} has more than one layer (mtp.{further[0]}), for which there is no code. Choose "
+            "another drafter, or run with --no-draft."
+        )
+    text: Any = getattr(target.model, "language_model", target.model)
+    kind: Any = type(target.layers[0])
+    # The first of its layers with full attention.
+    layer = kind(text.args, text.args.full_attention_interval - 1)
+    network = MTPNetwork(target.hidden_size, text.args.rms_norm_eps, layer)
+    quantization = read_json(folder / "config.json").get("quantization")
+    return MTPDrafter(filled(network, weights, folder, quantization=quantization, dtype=dtype), target, places=places)
+
+
+def read_head(folder: Path) -> Weights:
+    """The tensors `mtp.*` of a folder, without that part of their names, and with norms as MLX multiplies by them.
+
+    The published files hold norms less 1. A file that MLX has written says so (`format`), and holds them whole.
+    """
+    weights: Weights = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            loaded: Any = mx.load(str(file), return_metadata=True)
+            arrays, about = loaded
+            found = {name[1]: array for key, array in arrays.items() if (name := _NAME.search(key))}
+            less = 0.0 if about.get("format") == "mlx" else 1.0
+            weights |= {name: array + less if "norm" in name else array for name, array in found.items()}
+    except RuntimeError as error:
+        raise CheckpointError(f"cannot read the weights in {folder}: {error}. Fetch the folder again.") from error
+    return weights
+
+
+def with_stacked_experts(weights: Weights) -> Weights:
+    """Experts as mlx-lm's layers hold them, (experts, out, in): Qwen3.5 has each by itself, Qwen3.6 two in one."""
+    stacked: Weights = {}
+    experts: dict[str, dict[int, mx.array]] = {}
+    for name, array in weights.items():
+        if found := _EXPERT.match(name):
+            experts.setdefault(f"{found[1]}.switch_mlp.{found[3]}.weight", {})[int(found[2])] = array
+        elif name.endswith(".experts.gate_up_proj"):
+            layer = name.removesuffix(".experts.gate_up_proj")
+            gate, up = mx.split(array, 2, axis=-2)
+            stacked |= {f"{layer}.switch_mlp.gate_proj.weight": gate, f"{layer}.switch_mlp.up_proj.weight": up}
+        elif name.endswith(".experts.down_proj"):
+            stacked[f"{name.removesuffix('.experts.down_proj')}.switch_mlp.down_proj.weight"] = array
+        else:
+            stacked[name] = array
+    return stacked | {name: mx.stack([own[i] for i in sorted(own)]) for name, own in experts.items()}
