@@ -21,6 +21,7 @@ from dflash_mlx.cli import (
     default,
     doctor,
     generate,
+    launch,
     models,
     parity,
     pull,
@@ -30,6 +31,7 @@ from dflash_mlx.cli import (
 )
 from dflash_mlx.cli.output import styled
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.ranks import started_together
 
 INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 READER_GONE = 128 + 13  # as a shell reports SIGPIPE
@@ -94,6 +96,7 @@ app.add_typer(cache.cache_app, name="cache", epilog=cache.EXAMPLES)
 _add("quantize", quantize.quantize_command, quantize.EXAMPLES)
 _add("parity", parity.parity_command, parity.EXAMPLES)
 _add("train", train.train_command, train.EXAMPLES)
+_add("launch", launch.launch_command, launch.EXAMPLES)
 _add("convert", convert.convert_command, convert.EXAMPLES)
 _add("doctor", doctor.doctor_command, doctor.EXAMPLES)
 
@@ -122,6 +125,15 @@ def root(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. The console script comes here through dflash_on_mlx.py."""
+    code = _run(argv)
+    if started_together():
+        from dflash_mlx.ranks.group import leave_group
+
+        leave_group(code)
+    return code
+
+
+def _run(argv: list[str] | None) -> int:
     debug, arguments = _take_debug(list(sys.argv[1:] if argv is None else argv))
     for stream in (sys.stdout, sys.stderr):
         # A model may write any character; a terminal in an old encoding must not end the answer.
@@ -130,6 +142,10 @@ def main(argv: list[str] | None = None) -> int:
     if not debug:
         _quiet_libraries()
     try:
+        if started_together():
+            from dflash_mlx.targets.machines import other_machines
+
+            other_machines()  # of all ranks, only rank 0 goes on
         code = typer.main.get_command(app).main(args=arguments, prog_name="dflash-mlx", standalone_mode=False)
         sys.stdout.flush()
         if code == INTERRUPTED:  # Ctrl-C outside a command: while options were read, or after its end

@@ -244,7 +244,7 @@ def _facts(pair: "ModelPair", setting: "Setting", *, repeat: int, draft: bool) -
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
         "version": __version__,
-        "machine": machine_facts(os.cpu_count()),
+        "machine": machine_facts(os.cpu_count(), machines=pair.target.machines),
         "pair": pair.name,
         "dtype": str(pair.dtype).removeprefix("mlx.core."),
         "exact": pair.exact,

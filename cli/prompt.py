@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dflash_mlx.cli.output import note
 from dflash_mlx.errors import PromptError, UsageError
+from dflash_mlx.ranks import started_together
 
 # Programs that start others often leave a pipe open to which nobody ever writes. So where a prompt is there already,
 # the first piped text is waited for only this long; once something comes, it is read to its end.
@@ -64,6 +65,8 @@ def _is_piped_in() -> bool:
 
     A file that was read in part belongs to the loop or script that reads it. Devices such as /dev/null say nothing.
     """
+    if started_together():  # MLX's launcher keeps a pipe open to each of its programs
+        return False
     try:
         descriptor = sys.stdin.fileno()
         kind = os.fstat(descriptor).st_mode

@@ -31,6 +31,10 @@ class PairError(DFlashError):
     """A target and a drafter that do not belong together."""
 
 
+class GroupError(DFlashError):
+    """Several machines that cannot, or can no longer, work together."""
+
+
 class PromptError(DFlashError):
     """A prompt that is empty or does not fit the model's context."""
 

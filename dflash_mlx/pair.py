@@ -33,7 +33,9 @@ from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth
 from dflash_mlx.policy.group_costs import load_or_measure_group
 from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, choose_policy
 from dflash_mlx.policy.width import FixedWidth
-from dflash_mlx.targets.target import Target, load_target
+from dflash_mlx.targets.loading import load_target
+from dflash_mlx.targets.machines import other_machines
+from dflash_mlx.targets.target import Target
 
 _NO_DRAFTER = (
     "no drafter is known for {model}, so the text itself is drafted from: what followed the newest words where they "
@@ -207,8 +209,15 @@ def load_pair(
         )
     chosen = check_method(drafter_folder, choice.method, target_folder=target_folder, block_size=block_size)
 
-    report("loading the target", None)
-    target, activations = load_target(target_folder, dtype=dtype)
+    machines = other_machines()
+    if machines is not None and exact:
+        raise UsageError("--exact needs the whole model on one machine; leave it out, or start without launch.")
+    if machines is None:
+        report("loading the target", None)
+        target, activations = load_target(target_folder, dtype=dtype)
+    else:
+        report(f"loading the target, divided among {machines.group.size} machines", None)
+        target, activations = machines.load_target(choice.target, dtype=dtype)
     tokenizer = _load_tokenizer(target_folder)
     report("loading the drafter", None)
     drafter = load(
@@ -224,7 +233,9 @@ def load_pair(
     by_default = choice.method is Method.auto and chosen is Method.ngram
     warning = _NO_DRAFTER.format(model=choice.label) if by_default else choice.warning
     checks = [make_exact(target, kernels=kernels, report=report)] if exact else []
-    notes = [] if exact else use_where_faster(target, drafter, kernels=kernels, report=report)
+    # On several machines kernels are left out: they are made for whole layers, and races run the model by itself.
+    plainly = exact or machines is not None
+    notes = [] if plainly else use_where_faster(target, drafter, kernels=kernels, report=report)
     pair = ModelPair(
         name=choice.label,
         target=target,
@@ -243,6 +254,7 @@ def load_pair(
         guesses = read_guesses(target, drafter, pair.encode_prompt(GUESS_TEXT))
         if guesses is not None:
             (pair.warnings if guesses.are_noise else pair.checks).append(guesses.report)
+    target.drain()
     pair.load_seconds = time.perf_counter() - started
     return pair
 

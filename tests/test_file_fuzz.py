@@ -39,7 +39,7 @@ from dflash_mlx.hub.memory import cache_bytes
 from dflash_mlx.hub.naming import families_of
 from dflash_mlx.hub.registry import ModelSource
 from dflash_mlx.hub.resolve import local_facts
-from dflash_mlx.targets.target import load_target
+from dflash_mlx.targets.loading import load_target
 from dflash_mlx.training import sources
 from dflash_mlx.training.checkpoint import load_state
 from dflash_mlx.training.state import read_json

@@ -52,7 +52,11 @@ def shell_commands() -> list[list[str]]:
         words = shlex.split(line, comments=True)
         while "|" in words:
             words = words[words.index("|") + 1 :]
-        commands.append(words[: words.index(">")] if ">" in words else words)
+        words = words[: words.index(">")] if ">" in words else words
+        if "--" in words:  # a command that starts another one
+            commands.append(["dflash-mlx", *words[words.index("--") + 1 :]])
+            words = words[: words.index("--")]
+        commands.append(words)
     return [words for words in commands if words]
 
 

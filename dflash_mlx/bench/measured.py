@@ -37,6 +37,6 @@ def _passes(results: Results, contestant: str) -> tuple[int, float]:
     return passes, seconds
 
 
-def machine_facts(cores: int | None) -> dict[str, Any]:
-    """The machine, as a result names it."""
-    return {**asdict(backend()), "cpu_count": cores}
+def machine_facts(cores: int | None, *, machines: int) -> dict[str, Any]:
+    """The machine, as a result names it; `machines`: among how many the target is divided, of which it is the first."""
+    return {**asdict(backend()), "cpu_count": cores, "machines": machines}

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.tree_rows import TreeShape, branched
+from dflash_mlx.ranks.mirror import Mirrored
 
 # Computes with rows, which it reads and writes, and with further arrays; returns arrays.
 Body = Callable[..., Sequence[mx.array]]
@@ -54,7 +55,7 @@ def replayed(body: Body, *, on: bool) -> Body:
     return Replayed(body) if on else body
 
 
-class Pass:
+class Pass(Mirrored):
     """A target's pass: over mlx-lm's caches of one answer, or `over` rows.
 
     run: tokens (B, L) and caches -> logits (B, L, V) and, where a drafter wants them, features (B, L, taps * D).
@@ -79,10 +80,7 @@ class Pass:
         if rows.states:
             assert tree is None
             return self._run(tokens, rows.layers)
-        if tree is None:
-            found = self._chain(rows, tokens)
-        else:
-            found = self._tree(rows, tokens, mx.array(tree.depths, dtype=mx.int32), mx.array(tree.visible))
+        found = self._chain(rows, tokens) if tree is None else self._tree(rows, tokens, *tree)
         return found[0], found[1] if len(found) > 1 else None
 
     def _chain_over(self, rows: Rows, tokens: mx.array) -> list[mx.array]:

@@ -14,11 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from dflash_mlx.caches.own import OwnCaches, arrays_of
 from dflash_mlx.caches.recurrence import Recorder, Recording
 from dflash_mlx.caches.replay import Pass
-from dflash_mlx.caches.rollback import Rollback
 from dflash_mlx.caches.rows import Rows, fits
 from dflash_mlx.caches.tree_rows import TreeShape, keep_path
+from dflash_mlx.ranks.mirror import Mirrored, mirrored
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
 
@@ -38,7 +39,7 @@ class TargetCaches(Protocol):
     def commit(self, fed: int, kept: Sequence[int], *, path: Sequence[int] | None = None) -> None:
         """Of the oldest block, `fed` tokens a row, leave the first `kept` of each; of a tree, the rows of `path`."""
 
-    def give_back(self, row: int, length: int, caches: list[Any]) -> None:
+    def give_back(self, row: int, length: int, caches: OwnCaches) -> None:
         """Put what was committed of a row, `length` positions, into the caches of mlx-lm's that it came from."""
 
 
@@ -50,7 +51,7 @@ class _Block:
     recording: Recording | None
 
 
-class BatchCaches:
+class BatchCaches(Mirrored):
     """See `TargetCaches`. The model's `layers` are those that hold recurrent parts."""
 
     def __init__(self, rows: Rows, layers: Sequence[nn.Module]) -> None:
@@ -59,6 +60,7 @@ class BatchCaches:
         self._recorder = Recorder(layers) if rows.states else None
         self._blocks: list[_Block] = []
 
+    @mirrored
     def feed(
         self, model: Pass, tokens: mx.array, *, at: mx.array, room: int, tree: TreeShape | None = None
     ) -> tuple[mx.array, mx.array | None]:
@@ -73,6 +75,7 @@ class BatchCaches:
         with self._recorder.recording(self.rows.states) as block.recording:
             return model.over(self.rows, tokens)
 
+    @mirrored
     def commit(self, fed: int, kept: Sequence[int], *, path: Sequence[int] | None = None) -> None:
         if path is not None:
             [base] = np.array(self.rows.lengths.value).tolist()
@@ -93,6 +96,7 @@ class BatchCaches:
         for state in self.rows.states:
             state.lengths = None
 
+    @mirrored
     def read(self, model: Pass, tokens: mx.array, counts: Sequence[int], *, at: mx.array, room: int) -> mx.array | None:
         """Read the first `counts` of each row's tokens (B, L) of prompts; returns features where there are any."""
         assert not self._blocks
@@ -105,24 +109,31 @@ class BatchCaches:
             state.lengths = None
         return features
 
+    @mirrored
     def add(self, count: int) -> None:
         """Add rows that hold nothing, between rounds."""
         assert not self._blocks
         self.rows.add(count)
 
+    @mirrored
     def take_over(self, other: "BatchCaches", places: Sequence[int]) -> None:
         """Take the rows of another into places that hold nothing, between rounds."""
         assert not self._blocks
         self.rows.take_over(other.rows, places)
 
+    @mirrored
     def keep(self, rows: Sequence[int]) -> None:
         """Leave only these rows, between rounds."""
         assert not self._blocks
         self.rows.keep(rows)
 
-    def give_back(self, row: int, length: int, caches: list[Any]) -> None:
+    @mirrored
+    def give_back(self, row: int, length: int, caches: OwnCaches) -> None:
         states = self._blocks[0].states if self._blocks else [state.cache for state in self.rows.states]
         self.rows.give_back(row, length, caches, states=states)
+
+    def arrays(self) -> list[mx.array]:
+        return arrays_of([vars(leaf) for leaf in (*self.rows.attention, *self.rows.states)])
 
     def replays(self, fed: int) -> bool:
         """Whether what was recorded of the newest block is enough to keep parts of it."""
@@ -139,15 +150,16 @@ class BatchCaches:
             state.cache = list(arrays)
 
 
-class SingleCaches:
+class SingleCaches(Mirrored):
     """See `TargetCaches`: mlx-lm's own caches of one answer, from which `rollback` takes what was rejected."""
 
     commits_on_host = True
 
-    def __init__(self, caches: list[Any], rollback: Rollback) -> None:
-        self.caches, self._rollback = caches, rollback
+    def __init__(self, caches: OwnCaches) -> None:
+        self.caches, self._rollback = caches, caches.rollback
         self._fed: list[int] = []
 
+    @mirrored
     def feed(
         self, model: Pass, tokens: mx.array, *, at: mx.array, room: int, tree: TreeShape | None = None
     ) -> tuple[mx.array, mx.array | None]:
@@ -158,15 +170,20 @@ class SingleCaches:
         self._fed.append(count)
         return outputs
 
+    @mirrored
     def commit(self, fed: int, kept: Sequence[int], *, path: Sequence[int] | None = None) -> None:
         assert self._fed.pop(0) == fed
         self._rollback.commit(self.caches, fed=fed, keep=kept[0])
 
-    def give_back(self, row: int, length: int, caches: list[Any]) -> None:
+    @mirrored
+    def give_back(self, row: int, length: int, caches: OwnCaches) -> None:
         assert caches is self.caches
         fed, self._fed = sum(self._fed), []
         undone = self._rollback.trim(self.caches, fed)
         assert undone, f"cannot take the last {fed} positions out of the caches"
+
+    def arrays(self) -> list[mx.array]:
+        return self.caches.arrays()
 
 
 def works_with(

@@ -9,7 +9,7 @@ one forward. Which models compute the same that way is found out by running them
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,15 +20,8 @@ from dflash_mlx.caches.rows import Rows
 from dflash_mlx.hooks import subclassed
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
-
-class TreeShape(Protocol):
-    """The rows of a tree of drafts, the anchor first: how far each is from it, and which rows each one sees."""
-
-    @property
-    def depths(self) -> list[int]: ...
-
-    @property
-    def visible(self) -> np.ndarray: ...
+# Of a tree's rows, the anchor first: how far each is from it, (N + 1,), and which rows each sees, (N + 1, N + 1).
+TreeShape = Sequence[mx.array]
 
 
 def find_ropes(model: nn.Module) -> list[nn.Module]:

@@ -11,8 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.caches.replay import Pass
-from dflash_mlx.caches.rows import Rows
-from dflash_mlx.caches.target_caches import BatchCaches, SingleCaches, TargetCaches
+from dflash_mlx.caches.target_caches import BatchCaches, TargetCaches
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import Drafts, Verdict, block_of
@@ -68,7 +67,7 @@ class Batch:
         fed = block.shape[1]
         self._rounds_unused = self._rounds_unused + 1 if len(self.lanes) < len(self.rows) else 0
         self.bounds = [fed + (bound if lane else 0) for lane, bound in zip(self.rows, self.bounds, strict=True)]
-        tree = drafts if isinstance(drafts, DraftTree) else None
+        tree = drafts.shape if isinstance(drafts, DraftTree) else None
         return block, *self.caches.feed(self.model, block, at=self.at, room=max(self.bounds), tree=tree)
 
     def move_on(self, verdict: Verdict) -> None:
@@ -186,7 +185,7 @@ class Batch:
         wanted = len(prompts)
         rows, room = reading_shape(wanted, max(len(prompt) for prompt in prompts) - 1)
         counts = [len(prompt) - 1 for prompt in prompts] + [0] * (rows - wanted)
-        caches = BatchCaches(Rows.blank(target.blank_caches, rows, room), target.layers)
+        caches = target.blank_rows(rows, room)
         if drafter is not None:
             batch.state = drafter.blank(target, rows, room)
         padded = np.zeros((rows, room), dtype=np.uint32)
@@ -248,6 +247,6 @@ def open_caches(session: Session) -> TargetCaches:
     """A session's caches of the target as a batch of one row. They move there, until they are given back."""
     target = session.target
     if not target.takes_rows():
-        return SingleCaches(session.target_cache, session.rollback)
+        return target.alone(session.target_cache)
     session.fill_empty()
-    return BatchCaches(Rows.of(session.target_cache, len(session.tokens)), target.layers)
+    return target.as_row(session.target_cache, len(session.tokens))

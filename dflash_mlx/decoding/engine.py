@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from dflash_mlx.caches.own import OwnCaches
 from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.decoding.accept import Reading, for_trees
 from dflash_mlx.decoding.batch import Batch
@@ -71,6 +72,7 @@ class Engine:
         self._joining = [batch for batch in self._joining if batch.rows]
         if not self._batch.rows:
             self._round = None
+            self.target.drain()
         lane.session.away = None
 
     def advance(self) -> list[Result]:
@@ -344,10 +346,10 @@ class Engine:
     def bring_home(self, session: Session) -> None:
         self.leave(next(lane for lane in self.lanes if lane.session is session))
 
-    def layers_of(self, session: Session) -> tuple[int, list[Any], list[Any]]:
+    def layers_of(self, session: Session) -> tuple[int, OwnCaches | BatchCaches, list[Any]]:
         [lane] = [lane for lane in self.lanes if lane.session is session]
         [batch] = [batch for batch in (self._batch, *self._joining) if lane in batch.rows]
-        target = batch.caches.rows.layers if isinstance(batch.caches, BatchCaches) else session.target_cache
+        target = batch.caches if isinstance(batch.caches, BatchCaches) else session.target_cache
         return batch.row_of(lane), target, batch.state.layers() if batch.state is not None else []
 
     @contextmanager
@@ -361,6 +363,7 @@ class Engine:
             self._round, self._joining = None, []
             for lane in lanes:
                 lane.session.reset()
+            self.target.drain()
             raise
 
 

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from dflash_mlx.caches.rollback import Rollback, choose_rollback
+from dflash_mlx.caches.own import OwnCaches
+from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.targets.target import Target
 
@@ -18,8 +19,8 @@ class Away(Protocol):
     def bring_home(self, session: "Session") -> None:
         """Give the caches back as they are after the last committed token, and forget the answer."""
 
-    def layers_of(self, session: "Session") -> tuple[int, list[Any], list[Any]]:
-        """The session's row, and the layers of the target's and of the drafter's caches that hold it."""
+    def layers_of(self, session: "Session") -> tuple[int, OwnCaches | BatchCaches, list[Any]]:
+        """The session's row, the target's caches that hold it, and the layers of the drafter's."""
 
 
 @dataclass
@@ -36,9 +37,8 @@ class Session:
     ends_with_answer: bool = False
     tokens: list[int] = field(default_factory=list)
     away: Away | None = None
-    target_cache: list[Any] = field(init=False)
+    target_cache: OwnCaches = field(init=False)
     draft_cache: list[Any] = field(init=False)
-    rollback: Rollback = field(init=False)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -48,26 +48,22 @@ class Session:
         self.tokens, self.away = [], None
         self.target_cache = self.target.make_cache()
         self.draft_cache = self.drafter.make_cache() if self.drafter else []
-        self.rollback = choose_rollback(self.target_cache, self.target.layers, self.target.forward)
 
     def feed(self, tokens: list[int]) -> None:
         """Read the next tokens of a prompt, into both caches; vocabulary logits are never computed."""
         assert self.away is None
-        fed = mx.array([tokens])
-        with self.whole_or_reset(), self.rollback.feeding(self.target_cache, fed, revocable=False):
-            model = self.target.pass_for(self.drafter.taps if self.drafter is not None else ())
-            _, features = model(fed, self.target_cache)
+        fed, taps = mx.array([tokens]), self.drafter.taps if self.drafter is not None else ()
+        with self.whole_or_reset():
+            features = self.target.read(fed, self.target_cache, taps)
             if self.drafter is not None:
                 self.drafter.read(self.target, fed, features, self.draft_cache)
             mx.eval([layer_cache.state for layer_cache in [*self.target_cache, *self.draft_cache]])
-            self.rollback.commit(self.target_cache, fed=len(tokens), keep=len(tokens))
         self.tokens += tokens
 
     def fill_empty(self) -> None:
         """Give caches that hold nothing their buffers, which only the model knows the shapes of."""
         if not self.tokens:
             self.target_cache = self.target.blank_cache()
-            self.rollback = choose_rollback(self.target_cache, self.target.layers, self.target.forward)
 
     @contextmanager
     def whole_or_reset(self) -> Iterator[None]:
@@ -90,7 +86,7 @@ class Session:
         count = len(self.tokens) - length
         if count <= 0:
             return
-        if not self.rollback.trim(self.target_cache, count):
+        if not self.target_cache.trim(count):
             self.reset()
             return
         del self.tokens[length:]

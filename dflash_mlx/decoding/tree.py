@@ -168,6 +168,11 @@ class DraftTree:
             visible[row] |= visible[parent]
         return visible
 
+    @property
+    def shape(self) -> tuple[mx.array, mx.array]:
+        """What the target's caches need to know of it (`caches.tree_rows.TreeShape`)."""
+        return mx.array(self.depths, dtype=mx.int32), mx.array(self.visible)
+
     def promised(self, path: Sequence[int]) -> float:
         """The probability that the path went on, summed over the rows of it that have children."""
         on_path = set(path)

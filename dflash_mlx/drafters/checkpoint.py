@@ -15,7 +15,7 @@ from dflash_mlx.drafters.torch_file import read_mask_embedding, read_tensors
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError
 from dflash_mlx.hub.folder import TORCH_WEIGHTS, read_json
 from dflash_mlx.runtime import lacks_bfloat16
-from dflash_mlx.targets.target import expand, keeps_quantized
+from dflash_mlx.targets.loading import expand, keeps_quantized
 
 Weights = dict[str, mx.array]
 Network = TypeVar("Network", bound=nn.Module)

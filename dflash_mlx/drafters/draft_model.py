@@ -17,7 +17,8 @@ from dflash_mlx.drafters.contract import DraftVocabulary
 from dflash_mlx.drafters.stepwise import StepwiseDrafter
 from dflash_mlx.errors import CheckpointError, PairError
 from dflash_mlx.hub.folder import read_json
-from dflash_mlx.targets.target import Target, load_target
+from dflash_mlx.targets.loading import load_target
+from dflash_mlx.targets.target import Target
 
 # More drafts cost a pass each, and few answers keep as many.
 PLACES, MOST_PLACES = 4, 15

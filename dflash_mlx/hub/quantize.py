@@ -173,7 +173,7 @@ def _convert_target(source: Path, folder: Path, scheme: Scheme) -> None:
     from mlx_lm.convert import mixed_quant_predicate_builder
     from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
-    from dflash_mlx.targets.target import activation_dtype, expand
+    from dflash_mlx.targets.loading import activation_dtype, expand
 
     try:
         model, config = load_model(source, lazy=True)

@@ -33,7 +33,8 @@ from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
 from dflash_mlx.kernels.race import is_faster, take_turns
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
-from dflash_mlx.targets.target import Target, activation_dtype
+from dflash_mlx.targets.loading import activation_dtype
+from dflash_mlx.targets.target import Target
 
 # A round's rows, for which things are measured, and more, of several answers, for which the linear kernel is tried.
 _ROUND, _MORE_ROWS = 16, (64, 256)

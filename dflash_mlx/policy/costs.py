@@ -44,7 +44,7 @@ def load_or_measure(
     report: Callable[[str, float | None], None] | None = None,
 ) -> PairCosts:
     """The costs of a round, from disk when this pair was measured on this machine before."""
-    settings = _SCHEMA, drafter.method, block_size, dtype, target.replays, target.kernels
+    settings = _SCHEMA, drafter.method, block_size, dtype, *target.ways
     name = f"round-costs/{fingerprint(folders, *settings)}"
     try:
         stored = read_json(name)

@@ -38,7 +38,7 @@ def load_or_measure_group(
     report: Callable[[str, float | None], None] | None = None,
 ) -> GroupCosts:
     """The costs of shared rounds, from disk when this pair was measured on this machine before."""
-    settings = _SCHEMA, drafter.method, places, most_lanes, dtype, target.replays, target.kernels
+    settings = _SCHEMA, drafter.method, places, most_lanes, dtype, *target.ways
     name = f"group-costs/{fingerprint(folders, *settings)}"
     tables = read_stored(name, ("plain", "verify", "draft"))
     if tables is None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from dflash_mlx.caches.own import arrays_of
 from dflash_mlx.decoding.decode import PREFILL_STEP
-from dflash_mlx.decoding.fork import arrays_of
 from dflash_mlx.generation import fitting_max_tokens
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.runtime import backend

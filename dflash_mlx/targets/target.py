@@ -1,10 +1,8 @@
 """The target: a model of mlx-lm, used as it is, and what a drafter needs of it."""
 
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,34 +11,20 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from dflash_mlx.caches import target_caches, tree_rows
+from dflash_mlx.caches.own import OwnCaches, copies
 from dflash_mlx.caches.replay import Pass
+from dflash_mlx.caches.rollback import choose_rollback
+from dflash_mlx.caches.rows import Rows
+from dflash_mlx.caches.target_caches import BatchCaches, SingleCaches
 from dflash_mlx.caches.trimming import leaves
-from dflash_mlx.errors import WRONG_VALUES, CheckpointError, PairError
+from dflash_mlx.errors import PairError
+from dflash_mlx.ranks.mirror import Mirrored, mirrored
+from dflash_mlx.targets.parts import EMBEDDINGS, FINAL_NORMS, HEADS, candidates, embedding_scale, head_rows
 from dflash_mlx.targets.taps import tapped
-
-# Where mlx-lm's classes keep a language model inside another module, and what they call its parts.
-_HOLDERS = ("language_model", "model", "backbone", "transformer")
-_EMBEDDINGS = (
-    "embed_tokens",
-    "word_embeddings",
-    "embeddings",
-    "embedding",
-    "tok_embeddings",
-    "token_embeddings",
-    "wte",
-    "embed_in",
-    "embed",
-)
-_HEADS = ("lm_head", "output", "embed_out")
-_FINAL_NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "embedding_norm", "final_norm")
-# Model files that multiply their embeddings by the root of the hidden size in passing.
-_ROOT_SCALED = ("gemma", "gemma2", "gemma3_text", "gemma3n", "recurrent_gemma")
-# On CUDA a quantized model is expanded while it then takes no more than this share of the memory.
-_EXPANDED_SHARE = 0.25
 
 
 @dataclass
-class Target:
+class Target(Mirrored):
     """A loaded target model.
 
     `embed` maps token ids (1, L) to embeddings (1, L, D); `head` maps final hidden states (..., D) to logits
@@ -57,8 +41,10 @@ class Target:
     _heads: dict[tuple[int, ...], Callable[[mx.array], mx.array]] = field(default_factory=dict)
     _passes: dict[tuple[int, ...], Pass] = field(default_factory=dict)
     replays: bool = False
-    # Which kernels its layers use instead of MLX's operations: what a round costs depends on them.
+    # Which kernels its layers use instead of MLX's operations.
     kernels: str = ""
+    # Among how many it is divided (`division.divide`).
+    machines: int = 1
     # What drafters compute for this target, by the drafter's id.
     drafting: dict[int, Any] = field(default_factory=dict)
     _rows: bool | None = None
@@ -68,18 +54,18 @@ class Target:
         """The head's rows for some tokens only: hidden states (..., D) -> logits (..., len(token_ids))."""
         key = tuple(token_ids)
         if key not in self._heads:
-            self._heads[key] = _head_rows(self.head_module, mx.array(key))
+            self._heads[key] = head_rows(self.head_module, mx.array(key))
         return self._heads[key]
 
-    def make_cache(self) -> list[Any]:
-        return make_prompt_cache(self.model)
+    # What happens to the model's caches. Where the model is on several machines, it happens on all of them.
 
-    @cached_property
-    def blank_caches(self) -> list[Any]:
-        """Caches that hold nothing, to be copied from: their shapes are those that `blank_cache` gives."""
-        return self.blank_cache()
+    @mirrored
+    def make_cache(self) -> OwnCaches:
+        """Empty caches of one answer."""
+        return self._own(make_prompt_cache(self.model))
 
-    def blank_cache(self) -> list[Any]:
+    @mirrored
+    def blank_cache(self) -> OwnCaches:
         """New caches that hold nothing, with buffers and states, whose shapes only running the model tells."""
         caches = self.make_cache()
         self.forward(mx.zeros((1, 1), dtype=mx.int32), caches)
@@ -90,6 +76,96 @@ class Target:
             else:
                 leaf.offset = 0
         return caches
+
+    @mirrored
+    def copy_caches(self, caches: OwnCaches | BatchCaches, row: int, length: int) -> OwnCaches:
+        """One answer's own caches, with a copy of the first `length` positions (see `caches.own.copies`)."""
+        layers = caches.rows.layers if isinstance(caches, BatchCaches) else caches
+        return self._own(copies(layers, row, length))
+
+    @mirrored
+    def alone(self, caches: OwnCaches) -> SingleCaches:
+        """Caches of one answer for the decode loop."""
+        return SingleCaches(caches)
+
+    @mirrored
+    def as_row(self, caches: OwnCaches, length: int) -> BatchCaches:
+        """A batch of one row, to which what the caches hold, `length` positions, moves."""
+        return BatchCaches(Rows.of(caches, length), self.layers)
+
+    def blank_rows(self, rows: int, positions: int) -> BatchCaches:
+        """A batch of so many rows that hold nothing, with room for some positions."""
+        return self._rows_like(self.blank_caches, rows, positions)
+
+    @mirrored
+    def _rows_like(self, blank: OwnCaches, rows: int, positions: int) -> BatchCaches:
+        return BatchCaches(Rows.blank(blank, rows, positions), self.layers)
+
+    def _own(self, layers: list[Any]) -> OwnCaches:
+        return OwnCaches(layers, choose_rollback(layers, self.layers, self.forward))
+
+    @mirrored
+    def read(self, tokens: mx.array, caches: OwnCaches, layer_ids: Sequence[int]) -> mx.array | None:
+        """Feed the next tokens (1, L) of a prompt; returns features, if there are `layer_ids`. Logits are left out."""
+        if layer_ids:
+            return self.forward_tapped(tokens, caches, layer_ids)[1]
+        self.forward(tokens, caches)
+        return None
+
+    @mirrored
+    def forward(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """tokens (1, L) -> logits (1, L, V); appends the tokens to the cache."""
+        return self.model(tokens, cache=cache)
+
+    @mirrored
+    def forward_tapped(self, tokens: mx.array, cache: list[Any], layer_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """`forward`, and the features: tapped layer outputs concatenated, (1, L, taps * D).
+
+        The number of layers itself stands for the hidden states after the final norm.
+        """
+        norm = [self.final_norm] if isinstance(self.final_norm, nn.Module) else []
+        with tapped([*self.layers, *norm], layer_ids) as outputs:
+            logits = self.model(tokens, cache=cache)
+        return logits, mx.concatenate([self._stream(outputs[i]) for i in layer_ids], axis=-1)
+
+    def pass_for(self, layer_ids: Sequence[int]) -> Pass:
+        """The model's pass in a batch: logits, and the features of these layers unless there are none."""
+        key = tuple(layer_ids)
+        if key not in self._passes:
+            self._passes[key] = self._make_pass(key)
+        return self._passes[key]
+
+    @mirrored
+    def _make_pass(self, layer_ids: Sequence[int]) -> Pass:
+        def run(tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array | None]:
+            return self.forward_tapped(tokens, caches, layer_ids) if layer_ids else (self.forward(tokens, caches), None)
+
+        return Pass(run, ropes=self.ropes, replays=self.replays)
+
+    @mirrored
+    def _probe_rows(self) -> bool:
+        return target_caches.works_with(self.model, self.layers, self.vocab_size, self.make_cache)
+
+    @mirrored
+    def _probe_trees(self) -> bool:
+        return tree_rows.works_with(self.model, self.vocab_size, self.make_cache)
+
+    def drain(self) -> None:
+        """Where the model is on several machines: wait until all of them have done everything that was launched."""
+        if self.leader is not None:
+            self._wait_for_all()
+
+    @mirrored
+    def _wait_for_all(self) -> None:
+        mx.synchronize()
+        mx.eval(mx.distributed.all_sum(mx.array(1)))
+
+    # What is known of the model.
+
+    @cached_property
+    def blank_caches(self) -> OwnCaches:
+        """Caches that hold nothing, to be copied from: their shapes are those that `blank_cache` gives."""
+        return self.blank_cache()
 
     @cached_property
     def position_bytes(self) -> int:
@@ -105,44 +181,19 @@ class Target:
     def takes_rows(self) -> bool:
         """Whether the model computes several answers in one batch; found out by running it, the first time."""
         if self._rows is None:
-            self._rows = target_caches.works_with(self.model, self.layers, self.vocab_size, self.make_cache)
+            self._rows = self._probe_rows()
         return self._rows
 
     def takes_trees(self) -> bool:
         """Whether the model takes a tree of drafts; found out by running it, the first time."""
         if self._trees is None:
-            self._trees = tree_rows.works_with(self.model, self.vocab_size, self.make_cache)
+            self._trees = self._probe_trees()
         return self._trees
 
     @cached_property
     def ropes(self) -> list[nn.Module]:
         """The model's rotary embeddings."""
         return tree_rows.find_ropes(self.model)
-
-    def forward(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """tokens (1, L) -> logits (1, L, V); appends the tokens to the cache."""
-        return self.model(tokens, cache=cache)
-
-    def forward_tapped(self, tokens: mx.array, cache: list[Any], layer_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """`forward`, and the features: tapped layer outputs concatenated, (1, L, taps * D).
-
-        The number of layers itself stands for the hidden states after the final norm.
-        """
-        norm = [self.final_norm] if isinstance(self.final_norm, nn.Module) else []
-        with tapped([*self.layers, *norm], layer_ids) as outputs:
-            logits = self.model(tokens, cache=cache)
-        return logits, mx.concatenate([self._stream(outputs[i]) for i in layer_ids], axis=-1)
-
-    def pass_for(self, layer_ids: Sequence[int]) -> Pass:
-        """The model's pass in a batch: logits, and the features of these layers unless there are none."""
-        key = tuple(layer_ids)
-        if key not in self._passes:
-
-            def run(tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array | None]:
-                return self.forward_tapped(tokens, caches, key) if key else (self.forward(tokens, caches), None)
-
-            self._passes[key] = Pass(run, ropes=self.ropes, replays=self.replays)
-        return self._passes[key]
 
     def set_replays(self, on: bool) -> None:
         """Let passes in a batch, and drafts for it, be replayed (`caches.replay`), or no longer.
@@ -152,6 +203,11 @@ class Target:
         self.replays = on
         self._passes.clear()
         self.drafting.clear()
+
+    @property
+    def ways(self) -> tuple[bool, str, int]:
+        """How passes are computed, and on how many machines: what a round costs depends on these."""
+        return self.replays, self.kernels, self.machines
 
     def _stream(self, output: mx.array) -> mx.array:
         """The residual stream (1, L, D) in a layer's output; gemma3n's carries several, (streams, 1, L, D)."""
@@ -188,8 +244,8 @@ class Target:
 
 def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
     """Find the parts of an mlx-lm model that a drafter shares. Raises PairError when there are none."""
-    candidates = _candidates(model)
-    found = next(((m, name) for m in candidates for name in _EMBEDDINGS if name in m), None)
+    holders = candidates(model)
+    found = next(((m, name) for m in holders for name in EMBEDDINGS if name in m), None)
     if found is None:
         raise PairError(
             f"cannot find the token embedding of {type(model).__module__}; a drafter needs to share it. "
@@ -197,10 +253,10 @@ def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
         )
     inner, name = found
     embedding = inner[name]
-    scale = _embedding_scale(inner)
-    heads = (m[name] for m in candidates for name in _HEADS if name in m)
+    scale = embedding_scale(inner)
+    heads = (m[name] for m in holders for name in HEADS if name in m)
     head = next((head for head in heads if isinstance(head, nn.Module)), None)
-    norms = (inner[name] for name in _FINAL_NORMS if name in inner)
+    norms = (inner[name] for name in FINAL_NORMS if name in inner)
     # gemma3n mixes its streams after the last layer, so no single one goes through the norm.
     final_norm = next(norms, None) if "altup_unembed_projections" not in inner else None
     return Target(
@@ -218,94 +274,3 @@ def wrap_model(model: nn.Module, config: dict[str, Any]) -> Target:
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all parameters of a model."""
     return sum(array.nbytes for array in dict(tree_flatten(model.parameters())).values())
-
-
-def _embedding_scale(inner: nn.Module) -> float | None:
-    """What a model multiplies its embeddings by before the first layer, or None."""
-    for name in ("embed_scale", "embedding_multiplier"):
-        if isinstance(getattr(inner, name, None), float | int):
-            return float(getattr(inner, name))
-    settings: Any = getattr(inner, "args", getattr(inner, "config", inner))
-    if hasattr(settings, "scale_emb"):
-        return float(settings.scale_emb)
-    if type(inner).__module__.rpartition(".")[2] in _ROOT_SCALED:
-        return float(settings.hidden_size**0.5)
-    return None
-
-
-def _head_rows(head: nn.Module, ids: mx.array) -> Callable[[mx.array], mx.array]:
-    """Some rows of a vocabulary head (a linear layer or an embedding, quantized or not), copied."""
-    weight = head.weight[ids]
-    if "scales" not in head:
-        mx.eval(weight)
-        return lambda hidden: hidden @ weight.T
-    scales = head.scales[ids]
-    biases = head.biases[ids] if head.get("biases") is not None else None
-    mx.eval(weight, scales, *([biases] if biases is not None else []))
-    return lambda hidden: mx.quantized_matmul(
-        hidden, weight, scales, biases, transpose=True, group_size=head.group_size, bits=head.bits, mode=head.mode
-    )
-
-
-def _candidates(model: nn.Module) -> list[nn.Module]:
-    """The model and the modules in it that may hold the language model, outermost first."""
-    found = [model]
-    for holder in found:  # grows while it is walked
-        found += [child for name in _HOLDERS if isinstance(child := holder.get(name), nn.Module)]
-    return found
-
-
-def load_target(folder: Path, *, dtype: str) -> tuple[Target, mx.Dtype]:
-    """Load a model folder with mlx-lm. `dtype` is a name or "auto" (see `runtime.resolve_dtype`).
-
-    Quantized weights are expanded where MLX's quantized products are slower than plain ones: on a CPU, and on CUDA
-    while the expanded model takes little of the memory. The checkpoint's own Python is never run. Returns the target
-    and its activation dtype. Raises CheckpointError.
-    """
-    from mlx_lm.utils import load_model
-
-    from dflash_mlx.runtime import resolve_dtype
-
-    try:
-        model, config = load_model(folder, lazy=True)
-    except (FileNotFoundError, *WRONG_VALUES) as error:
-        what = textwrap.shorten(str(error), 300)
-        raise CheckpointError(f"cannot load the model in {folder}: {what}") from error
-    wanted = resolve_dtype(dtype, model_dtype=activation_dtype(model))
-    if keeps_quantized(model, wanted):
-        model.set_dtype(wanted)
-    else:
-        model = expand(model, wanted)
-    mx.eval(model.parameters())
-    return wrap_model(model, config), wanted
-
-
-def keeps_quantized(model: nn.Module, dtype: mx.Dtype) -> bool:
-    """Whether this machine computes faster with a model's quantized weights than with expanded ones."""
-    from mlx_lm.utils import get_total_parameters
-
-    from dflash_mlx.runtime import backend
-
-    machine = backend()
-    if machine.kind == "cuda":
-        return bool(get_total_parameters(model) * dtype.size > _EXPANDED_SHARE * machine.memory_bytes)
-    return machine.kind == "metal"
-
-
-def expand(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
-    """Dequantize a model's weights into `dtype`, by way of float32, so that no bit is lost before the last rounding."""
-    from mlx_lm.utils import dequantize_model
-
-    model.set_dtype(mx.float32)
-    model = dequantize_model(model)
-    model.set_dtype(dtype)
-    return model
-
-
-def activation_dtype(model: nn.Module) -> mx.Dtype:
-    """The floating dtype most of a model's own arrays have (scales and norms, for a quantized one)."""
-    counts: dict[mx.Dtype, int] = {}
-    for array in dict(tree_flatten(model.parameters())).values():
-        if mx.issubdtype(array.dtype, mx.floating):
-            counts[array.dtype] = counts.get(array.dtype, 0) + 1
-    return max(counts, key=lambda kind: counts[kind])

@@ -36,7 +36,12 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Fake]], None]:
 
     def put(contestants: dict[str, Fake]) -> None:
         pair = SimpleNamespace(
-            name="a-pair", dtype="mlx.core.float32", block_size=8, exact=False, encode_chat=lambda messages: [1] * 9
+            name="a-pair",
+            dtype="mlx.core.float32",
+            block_size=8,
+            exact=False,
+            encode_chat=lambda messages: [1] * 9,
+            target=SimpleNamespace(machines=1),
         )
         monkeypatch.setattr(options.ModelChoice, "open", lambda self: pair)
         monkeypatch.setattr(bench, "_contestants", lambda *arguments, **options: contestants)

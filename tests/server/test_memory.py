@@ -8,8 +8,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from serving import job, random_tokens
 from test_generation import make_pair
 
+from dflash_mlx.caches.own import arrays_of
 from dflash_mlx.decoding.decode import PREFILL_STEP
-from dflash_mlx.decoding.fork import arrays_of, session_bytes
+from dflash_mlx.decoding.fork import session_bytes
 from dflash_mlx.generation import generate
 from dflash_mlx.server.memory import MemoryBudget, Need, measure_session, session_size, total_need
 from dflash_mlx.server.ticket import TooLargeError

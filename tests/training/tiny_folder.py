@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from tiny import FAMILIES, VOCAB, tiny_target
+from tiny import FAMILIES, VOCAB, tiny_drafter, tiny_target
 from tiny_families import family_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -99,3 +99,18 @@ def short_run(model: Path, out: Path, **changes: Any) -> TrainOptions:
         holdout=0.15,
         **changes,
     )
+
+
+def write_drafter(folder: Path) -> Path:
+    """The random drafter of `tiny_drafter`, for the targets of `write_target`."""
+    folder.mkdir(parents=True)
+    drafter = tiny_drafter()
+    config = drafter.config
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names += ("head_dim", "vocab_size", "block_size", "num_target_layers")
+    nested = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    fields = {name: getattr(config, name) for name in names}
+    whole = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", **fields, "dflash_config": nested}
+    (folder / "config.json").write_text(json.dumps({**whole, "rms_norm_eps": 1e-6, "rope_theta": config.rope_theta}))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(drafter.parameters())), {"format": "pt"})
+    return folder

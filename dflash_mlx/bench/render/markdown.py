@@ -44,11 +44,12 @@ def report(results: Results, figures: Sequence[Figures]) -> str:
 def facts_of(results: Results) -> list[tuple[str, str]]:
     """What someone needs to judge the figures, or to measure them again."""
     facts, machine = results.facts, results.facts.get("machine") or {}
-    memory = machine.get("memory_bytes")
+    memory, machines = machine.get("memory_bytes"), machine.get("machines", 1)
     known = [
         ("command", facts.get("command")),
         ("date", facts.get("date")),
         ("machine", f"{machine.get('chip')} ({machine.get('kind')}), {machine.get('cpu_count')} cores"),
+        ("divided", f"the target, among {machines} machines; this is the first" if machines > 1 else None),
         ("memory", f"{memory / 2**30:.0f} GiB" if memory else None),
         ("system", f"{machine.get('os')}, Python {machine.get('python')}"),
         ("versions", f"dflash-mlx {facts.get('version')}, MLX {machine.get('mlx_version')}, "

@@ -24,7 +24,8 @@ from dflash_mlx.kernels.exact.layers import EXACT_KINDS, KernelLinear, compare_p
 from dflash_mlx.kernels.few_rows_attention import attention_layers, attention_works
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work
 from dflash_mlx.runtime import backend
-from dflash_mlx.targets.target import Target, activation_dtype
+from dflash_mlx.targets.loading import activation_dtype
+from dflash_mlx.targets.target import Target
 
 # MLX's operations that add up numbers in an order that may depend on shapes, and kernels of which nothing is known.
 _IN_DOUBT = re.compile(r"(?i)matmul|mm$|conv|attention|kernel|cumsum|fft|hadamard")

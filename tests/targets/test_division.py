@@ -1,0 +1,51 @@
+"""What can be divided among machines, said before any weights are read."""
+
+from types import SimpleNamespace
+
+import pytest
+from tiny import tiny_target
+from tiny_families import family_target
+
+from dflash_mlx.errors import CheckpointError
+from dflash_mlx.targets import division
+from dflash_mlx.targets.division import check_divisible, divide
+
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+
+
+def group_of(size):
+    return SimpleNamespace(rank=0, size=size, ranks=SimpleNamespace(rank=lambda: 0, size=lambda: size))
+
+
+@pytest.mark.parametrize("config", [HEADS, {"text_config": HEADS}, {"num_attention_heads": 8}])
+def test_heads_that_can_be_divided(config):
+    check_divisible(config, 4)
+
+
+@pytest.mark.parametrize("machines", [3, 16])
+def test_heads_that_cannot_be_divided_are_named(machines):
+    with pytest.raises(CheckpointError, match=rf"(32|8) heads .* by {machines} machines"):
+        check_divisible(HEADS, machines)
+
+
+def test_families_whose_key_value_heads_are_given_to_several_machines():
+    config = {"model_type": "qwen3_5", **HEADS, "num_key_value_heads": 2}
+    check_divisible(config, 4)
+    with pytest.raises(CheckpointError, match="num_key_value_heads"):
+        check_divisible({**config, "model_type": "qwen3"}, 4)
+
+
+def test_a_family_without_shard_is_refused():
+    with pytest.raises(CheckpointError, match="cannot divide models of the kind phi3"):
+        divide(family_target("phi3"), group_of(2))
+
+
+def test_what_else_cannot_be_divided_is_refused():
+    with pytest.raises(CheckpointError, match="by 2 machines"):
+        divide(tiny_target("llama", intermediate_size=63), group_of(2))
+
+
+def test_a_share_that_is_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr(division, "backend", lambda: SimpleNamespace(memory_bytes=1000))
+    with pytest.raises(CheckpointError, match="more machines"):
+        divide(tiny_target("llama"), group_of(2))
