@@ -192,7 +192,7 @@ def test_uneven_products_change_ordinary_logits_and_no_exact_ones(monkeypatch):
     assert not changed()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.model
 def test_the_demo_pair_in_bfloat16():
     """Drafted in a chain and in trees."""
