@@ -219,7 +219,8 @@ def load_pair(
         report(f"loading the target, divided among {machines.group.size} machines", None)
         target, activations = machines.load_target(choice.target, dtype=dtype)
     tokenizer = _load_tokenizer(target_folder)
-    report("loading the drafter", None)
+    if chosen.takes_folder:
+        report("loading the drafter", None)
     drafter = load(
         drafter_folder,
         chosen,

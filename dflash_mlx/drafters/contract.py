@@ -18,6 +18,11 @@ class DraftVocabulary:
     token_ids: mx.array
     size: int
 
+    @classmethod
+    def of(cls, token_ids: tuple[int, ...], size: int) -> "DraftVocabulary | None":
+        """These tokens; None, for all, where there are none."""
+        return cls(mx.array(token_ids), size) if token_ids else None
+
     def widen(self, values: mx.array, *, elsewhere: float) -> mx.array:
         """(W, n) -> (W, size), float32, with the value `elsewhere` for the tokens that are never drafted."""
         full = mx.full((values.shape[0], self.size), elsewhere, dtype=mx.float32)

@@ -25,7 +25,7 @@ class DFlashState(RowState):
     def __init__(self, drafter: "DFlashDrafter", target: Target, rows: Rows) -> None:
         super().__init__(rows)
         self.drafter, self.target = drafter, target
-        self._passes = _Passes.of(drafter, target)
+        self._passes = target.passes_of(drafter, _Passes)
         self.vocabulary = self._passes.vocabulary
         self._pending: list[mx.array] = []
         self._pending_at = self.rows.lengths.value
@@ -97,14 +97,8 @@ class _Passes:
 
     def __init__(self, drafter: "DFlashDrafter", target: Target) -> None:
         self.drafter, self.target = drafter, target
-        self.vocabulary = draft_vocabulary(drafter, target)
+        self.vocabulary = DraftVocabulary.of(drafter.config.draft_token_ids, target.vocab_size)
         self.absorb, self.draft = (replayed(body, on=target.replays) for body in (self._absorb, self._draft))
-
-    @classmethod
-    def of(cls, drafter: "DFlashDrafter", target: Target) -> "_Passes":
-        if id(drafter) not in target.drafting:
-            target.drafting[id(drafter)] = cls(drafter, target)
-        return target.drafting[id(drafter)]
 
     def _absorb(self, rows: Rows, features: mx.array) -> list[mx.array]:
         self.drafter.extend_context(features, rows.layers)
@@ -113,12 +107,6 @@ class _Passes:
     def _draft(self, rows: Rows, block: mx.array) -> list[mx.array]:
         hidden = self.drafter(self.drafter.embed_block(block, self.target.embed), rows)[:, 1:]
         return [draft_logits(self.drafter, self.target, hidden), hidden]
-
-
-def draft_vocabulary(drafter: "DFlashDrafter", target: Target) -> DraftVocabulary | None:
-    """The tokens that may be drafted, or None for all of them."""
-    ids = drafter.config.draft_token_ids
-    return DraftVocabulary(mx.array(ids), target.vocab_size) if ids else None
 
 
 def draft_logits(drafter: "DFlashDrafter", target: Target, hidden: mx.array) -> mx.array:

@@ -4,12 +4,10 @@ It is a model of mlx-lm of its own and shares nothing with the target but the to
 tokenizer.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.trimming import leaves
@@ -31,8 +29,8 @@ class DraftModel(StepwiseDrafter):
 
     def __init__(self, model: Target, *, places: int = PLACES) -> None:
         """places: the most tokens drafted for a round. Raises CheckpointError for a model that cannot draft here."""
+        super().__init__(model.model, places=places)
         self.model = model
-        self._places = places
         kinds = sorted({type(leaf).__name__ for leaf in leaves(model.make_cache()) if type(leaf) is not KVCache})
         if kinds:
             raise CheckpointError(
@@ -44,14 +42,6 @@ class DraftModel(StepwiseDrafter):
                 "this draft model does not compute several answers in one batch as it computes each alone. Choose "
                 "another model for --draft-model, or run with --no-draft."
             )
-
-    @property
-    def places(self) -> int:
-        return self._places
-
-    @property
-    def networks(self) -> Sequence[nn.Module]:
-        return [self.model.model]
 
     @property
     def head_dim(self) -> int | None:

@@ -124,8 +124,8 @@ class Eagle3Drafter(StepwiseDrafter):
     method = "eagle3"
 
     def __init__(self, config: Eagle3Config, network: Eagle3Network, *, places: int = PLACES) -> None:
+        super().__init__(network, places=places)
         self.config, self.network = config, network
-        self._places = places
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -133,16 +133,8 @@ class Eagle3Drafter(StepwiseDrafter):
         return self.network.norm.weight.dtype
 
     @property
-    def places(self) -> int:
-        return self._places
-
-    @property
     def taps(self) -> Sequence[int]:
         return self.config.target_layer_ids
-
-    @property
-    def networks(self) -> Sequence[nn.Module]:
-        return [self.network]
 
     @property
     def head_dim(self) -> int:
@@ -166,8 +158,7 @@ class Eagle3Drafter(StepwiseDrafter):
         return found
 
     def vocabulary(self, target: Target) -> DraftVocabulary | None:
-        ids = self.config.draft_token_ids
-        return DraftVocabulary(mx.array(ids), target.vocab_size) if ids else None
+        return DraftVocabulary.of(self.config.draft_token_ids, target.vocab_size)
 
     def make_layer_caches(self) -> list[Any]:
         return [KVCache()]

@@ -116,7 +116,7 @@ class MedusaState(RowState):
 
     def __init__(self, drafter: MedusaDrafter, target: Target, rows: Rows) -> None:
         super().__init__(rows)
-        self.drafter, self._passes = drafter, _Passes.of(drafter, target)
+        self.drafter, self._passes = drafter, target.passes_of(drafter, _Passes)
 
     def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
         # What is rejected is written, too.
@@ -142,12 +142,6 @@ class _Passes:
     def __init__(self, drafter: MedusaDrafter, target: Target) -> None:
         self.drafter = drafter
         self.note, self.draft = (replayed(body, on=target.replays) for body in (self._note, self._draft))
-
-    @classmethod
-    def of(cls, drafter: MedusaDrafter, target: Target) -> "_Passes":
-        if id(drafter) not in target.drafting:
-            target.drafting[id(drafter)] = cls(drafter, target)
-        return target.drafting[id(drafter)]
 
     def _note(self, rows: Rows, features: mx.array) -> list[mx.array]:
         rows.layers[0].update_and_fetch(*self.drafter.noted(features))

@@ -56,7 +56,8 @@ class MTPDrafter(StepwiseDrafter):
     method = "mtp"
 
     def __init__(self, network: MTPNetwork, target: Target, *, places: int = PLACES) -> None:
-        self.network, self._places = network, places
+        super().__init__(network, places=places)
+        self.network = network
         self._layers, self._head_dim = len(target.layers), target.head_dim
         self._target_dtype = target.embed(mx.zeros((1, 1), dtype=mx.uint32)).dtype
 
@@ -66,16 +67,8 @@ class MTPDrafter(StepwiseDrafter):
         return self.network.norm.weight.dtype
 
     @property
-    def places(self) -> int:
-        return self._places
-
-    @property
     def taps(self) -> Sequence[int]:
         return (self._layers,)
-
-    @property
-    def networks(self) -> Sequence[nn.Module]:
-        return [self.network]
 
     @property
     def head_dim(self) -> int | None:

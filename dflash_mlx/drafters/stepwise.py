@@ -38,15 +38,10 @@ class StepwiseDrafter(ABC):
     allows_rejection = False
     drafts_on_host = False
 
-    @property
-    @abstractmethod
-    def places(self) -> int:
-        """The most tokens that it drafts for a round."""
-
-    @property
-    @abstractmethod
-    def networks(self) -> Sequence[nn.Module]:
-        """Its networks, whose layers may use kernels."""
+    def __init__(self, network: nn.Module, *, places: int) -> None:
+        """places: the most tokens that it drafts for a round."""
+        self.networks: Sequence[nn.Module] = [network]
+        self.places = places
 
     @property
     @abstractmethod
@@ -141,7 +136,7 @@ class StepwiseState(RowState):
     def __init__(self, drafter: StepwiseDrafter, target: Target, rows: Rows) -> None:
         super().__init__(rows)
         self.drafter = drafter
-        self._passes = _Passes.of(drafter, target)
+        self._passes = target.passes_of(drafter, _Passes)
         self.vocabulary = self._passes.vocabulary
         self._begin_settled()
 
@@ -226,12 +221,6 @@ class _Passes:
         self.note, self.read, self.catch_up, self.step = (
             replayed(body, on=target.replays) for body in (self._note, self._read, self._catch_up, self._step)
         )
-
-    @classmethod
-    def of(cls, drafter: StepwiseDrafter, target: Target) -> "_Passes":
-        if id(drafter) not in target.drafting:
-            target.drafting[id(drafter)] = cls(drafter, target)
-        return target.drafting[id(drafter)]
 
     def _note(self, rows: Rows, tokens: mx.array, features: mx.array | None = None) -> list[mx.array]:
         """Write down the tokens (B, L) and features (B, L, taps * D) of the positions from the rows' lengths on."""

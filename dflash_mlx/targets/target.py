@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +21,8 @@ from dflash_mlx.errors import PairError
 from dflash_mlx.ranks.mirror import Mirrored, mirrored
 from dflash_mlx.targets.parts import EMBEDDINGS, FINAL_NORMS, HEADS, candidates, embedding_scale, head_rows
 from dflash_mlx.targets.taps import tapped
+
+P = TypeVar("P")
 
 
 @dataclass
@@ -194,6 +196,13 @@ class Target(Mirrored):
     def ropes(self) -> list[nn.Module]:
         """The model's rotary embeddings."""
         return tree_rows.find_ropes(self.model)
+
+    def passes_of(self, drafter: Any, make: "Callable[[Any, Target], P]") -> P:
+        """What a drafter computes for this target, made the first time."""
+        if id(drafter) not in self.drafting:
+            self.drafting[id(drafter)] = make(drafter, self)
+        found: P = self.drafting[id(drafter)]
+        return found
 
     def set_replays(self, on: bool) -> None:
         """Let passes in a batch, and drafts for it, be replayed (`caches.replay`), or no longer.
