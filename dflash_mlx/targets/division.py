@@ -41,8 +41,8 @@ def divide(target: Target, group: Group) -> None:
         whole_layers = " but by whole layers (a pipeline), which dflash-mlx does not support"
         how = whole_layers if hasattr(target.model.get("model"), "pipeline") else ""
         raise CheckpointError(
-            f"mlx-lm cannot divide models of the kind {kind} among machines{how}; run it on one, in a smaller precision "
-            "if need be."
+            f"mlx-lm cannot divide models of the kind {kind} among machines{how}; run it on one, in a smaller "
+            "precision if need be."
         )
     try:
         target.model.shard(group.ranks)

@@ -1,14 +1,19 @@
 """Several ranks on this machine, connected as machines would be: their answers, and what happens when one dies."""
 
 import json
+import os
 import random
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from ranks.started import finish, program, ranks
+from ranks.started import SECONDS as SECONDS_OF_A_GROUP
+from ranks.started import finish, free_ports, program, ranks
 from tiny import tiny_target
 from tiny_folder import write_drafter, write_target
 
@@ -85,6 +90,30 @@ def test_the_command_gives_the_answer_of_one_machine(folder, llama):
         [found] = reports(processes)
     alone = generate(load_pair(model=llama, draft=False), "hello", SamplingParams(max_tokens=20), draft=False)
     assert (found["mode"], found["token_ids"]) == ("dflash", alone.token_ids)
+
+
+def test_a_conversation_through_the_launcher(folder, llama):
+    """It is stopped in its first answer, and ends where its input does."""
+    drafter = str(write_drafter(folder / "drafter of a conversation"))
+    launcher = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--starting-port", str(free_ports(2)[0])]
+    chat = ["chat", "--model", llama, "--draft-model", drafter, "--max-tokens", "1000", "--stats"]
+    words = [*launcher, "--", sys.executable, "-m", "dflash_mlx.cli.launched", *chat]
+    start = "import sys; from dflash_mlx.cli.launch import run_launcher; run_launcher(sys.argv[1:])"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", start, *words], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        begun = os.read(process.stdout.fileno(), 1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(b"/set max-tokens 5\nagain\n", timeout=SECONDS_OF_A_GROUP)
+    assert process.returncode == 0
+    first, second, end = (begun + out).decode().split("\n")
+    params = SamplingParams(max_tokens=len(first) + 1)  # of a letter or more each
+    alone = generate(load_pair(model=llama, draft=False), "hello", params, draft=False).text
+    assert alone.startswith(first)
+    assert (0 < len(first) < len(alone), len(second) > 0, end) == (True, True, "")
+    assert b"stopped; what was said stays in the conversation" in err
+    assert b"5 tokens (the limit)" in err
 
 
 def test_heads_that_cannot_be_divided_end_all_ranks(folder, llama):
