@@ -20,6 +20,7 @@ from tiny_folder import write_drafter, write_target
 from dflash_mlx.generation import generate
 from dflash_mlx.pair import load_pair
 from dflash_mlx.sampling import SamplingParams
+from dflash_mlx.targets.examination import checksums
 
 pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
@@ -114,6 +115,16 @@ def test_a_conversation_through_the_launcher(folder, llama):
     assert (0 < len(first) < len(alone), len(second) > 0, end) == (True, True, "")
     assert b"stopped; what was said stays in the conversation" in err
     assert b"5 tokens (the limit)" in err
+
+
+def test_the_doctor_looks_at_all_machines(folder, llama):
+    with ranks(2, *COMMAND, "doctor", "--model", llama, "--json", folder=folder) as processes:
+        (code, out, _), (other, _, _) = finish(processes)
+    found = json.loads(out)
+    assert (code, other, found["problems"]) == (0, 0, [])
+    assert [machine["rank"] for machine in found["machines"]] == [0, 1]
+    for machine in found["machines"]:
+        assert (machine["files"], machine["wrong_sums"]) == (checksums(Path(llama)), 0)
 
 
 def test_heads_that_cannot_be_divided_end_all_ranks(folder, llama):
