@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
@@ -28,6 +30,8 @@ pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
 # How many answers in a row the long tests compare.
 ANSWERS = int(os.environ.get("RANKS_ANSWERS", "200"))
+# Tokens of a client's answer.
+LENGTH = 10
 # Of `tiny_families`, those with a `shard` in mlx-lm.
 DIVISIBLE = (
     "llama",
@@ -54,6 +58,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llama(folder):
     return str(write_target(folder / "llama"))
+
+
+@pytest.fixture(scope="module")
+def drafter(folder):
+    return str(write_drafter(folder / "drafter"))
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +130,42 @@ def test_answers_of_the_demo_pair_on_three_ranks(folder, demo_pair):
     check_answers(found, ANSWERS // 10)
 
 
-def test_four_clients_of_a_server(folder, llama):
-    with ranks(2, *program("serving_ranks.py", llama), folder=folder) as processes:
-        assert reports(processes) == [{"answers": 8, "wrong": []}]
+@pytest.mark.parametrize("each", [3, pytest.param(ANSWERS // 4, marks=pytest.mark.long)])
+def test_four_clients_of_a_server(each, folder, llama, drafter):
+    """Each asks in turn, and leaves every third answer in the middle; the others are those of one machine."""
+    alone = load_pair(model=llama, draft=False)
+    words = ["serve", "--model", llama, "--draft-model", drafter, "--port", "0", "--max-active", "4"]
+    with ranks(2, *COMMAND, *words, folder=folder) as processes:
+        url = (
+            next(line for line in processes[0].stderr if "listening on" in line)
+            .partition("listening on ")[2]
+            .split()[0]
+        )
+        with httpx.Client(base_url=url, timeout=SECONDS_OF_A_GROUP) as http, ThreadPoolExecutor(4) as clients:
+            found = [pair for one in clients.map(lambda seed: ask(http, seed, each), range(4)) for pair in one]
+        processes[0].send_signal(signal.SIGINT)
+        codes = [code for code, _, _ in finish(processes)]
+    for prompt, text in found:
+        whole = generate(alone, alone.encode_prompt(prompt), SamplingParams(max_tokens=LENGTH), draft=False)
+        assert text == whole.text
+    assert (len(found), codes) == (4 * (each - each // 3), [0, 0])
 
 
-def test_the_command_gives_the_answer_of_one_machine(folder, llama):
-    drafter = str(write_drafter(folder / "drafter"))
+def ask(http, seed, count):
+    """A client's prompts and answers."""
+    rng, found = random.Random(seed), []
+    for number in range(count):
+        prompt = "".join(rng.choices("abcdefghij ", k=rng.randint(1, 20)))
+        wanted = {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0}
+        if number % 3 == 2:
+            with http.stream("POST", "/v1/completions", json={**wanted, "max_tokens": 500, "stream": True}) as answer:
+                next(answer.iter_lines())
+        else:
+            found.append((prompt, http.post("/v1/completions", json=wanted).json()["choices"][0]["text"]))
+    return found
+
+
+def test_the_command_gives_the_answer_of_one_machine(folder, llama, drafter):
     words = ["generate", "hello", "--model", llama, "--draft-model", drafter, "--max-tokens", "20", "--json"]
     with ranks(2, *COMMAND, *words, folder=folder) as processes:
         [found] = reports(processes)
@@ -135,9 +173,8 @@ def test_the_command_gives_the_answer_of_one_machine(folder, llama):
     assert (found["mode"], found["token_ids"]) == ("dflash", alone.token_ids)
 
 
-def test_a_conversation_through_the_launcher(folder, llama):
+def test_a_conversation_through_the_launcher(llama, drafter):
     """It is stopped in its first answer, and ends where its input does."""
-    drafter = str(write_drafter(folder / "drafter of a conversation"))
     launcher = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--starting-port", str(free_ports(2)[0])]
     chat = ["chat", "--model", llama, "--draft-model", drafter, "--max-tokens", "1000", "--stats"]
     words = [*launcher, "--", sys.executable, "-m", "dflash_mlx.cli.launched", *chat]
