@@ -48,15 +48,15 @@ def doctor_command(
 
     With --hosts or --hostfile: whether these machines can compute a model together. Their versions are compared, the
     connection is tried and timed, and with --pair or --model the checksums of the model's files are compared, too.
-    The exit code is 1 when something is broken, else 0.
+    The exit code is 1 when something is broken, else 0; with several machines it is always 0, as that of launch.
     """
     together = hosts is not None or hostfile is not None or processes is not None
     if kernels and (together or started_together()):
         raise UsageError("--kernels is about one machine; leave it out where there are several.")
     if together:
-        given = {"--pair": pair, "--model": model, "--json": "" if as_json else None}
-        words = [word for name, value in given.items() if value is not None for word in (name, value) if word]
-        launch.launch(["doctor", *words], hosts=hosts, hostfile=hostfile, processes=processes, backend=backend)
+        named = [*(["--pair", pair] if pair else []), *(["--model", model] if model else [])]
+        words = ["doctor", *named, *(["--json"] if as_json else [])]
+        launch.launch(words, hosts=hosts, hostfile=hostfile, processes=processes, backend=backend)
         return
     if started_together() and _examine_together(pair, model, as_json=as_json):
         return
