@@ -73,7 +73,7 @@ class Channel:
                 try:
                     data = self._incoming.recv(1 << 16)
                 except TimeoutError:
-                    # One wait, however much time has passed: where this process stood still, the other one may have, too.
+                    # One wait, however much time has passed: where this process stood still, the other may have, too.
                     silent += BEAT
                     continue
                 if not data:
