@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from ranks.started import SECONDS as SECONDS_OF_A_GROUP
 from ranks.started import finish, free_ports, program, ranks
 from tiny import tiny_target
-from tiny_families import unavailable
+from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 from tiny_folder import write_drafter, write_target
 
 from dflash_mlx.generation import generate
@@ -32,20 +32,6 @@ COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
 ANSWERS = int(os.environ.get("RANKS_ANSWERS", "200"))
 # Tokens of a client's answer.
 LENGTH = 10
-# Of `tiny_families`, those with a `shard` in mlx-lm.
-DIVISIBLE = (
-    "llama",
-    "llama, sliding",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "gpt_oss",
-    "kimi_k25",
-    "minimax",
-    "glm_moe_dsa",
-    "ministral3",
-)
 # How soon all ranks must have ended after one of them has died.
 SECONDS = 10.0
 
@@ -113,7 +99,8 @@ def test_many_answers_of_three_ranks(folder, for_three):
 @pytest.mark.long
 def test_answers_of_every_family_that_can_be_divided(folder):
     """At least ANSWERS in a row, each family's in its turn."""
-    families = [name for name in DIVISIBLE if unavailable(name) is None]
+    there = [name for name in FAMILY_CONFIGS if unavailable(name) is None]
+    families = [name for name in there if hasattr(family_target(name).model, "shard")]
     targets = [str(write_target(folder / f"family {number}", family=name)) for number, name in enumerate(families)]
     each = math.ceil(ANSWERS / len(families))
     with ranks(2, *program("many_answers.py", str(each), *targets), folder=folder) as processes:
