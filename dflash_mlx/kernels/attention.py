@@ -33,3 +33,14 @@ def instead_of_ordinary(way: Way) -> Callable[..., mx.array]:
         return ordinary(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
     return attend
+
+
+def as_array(mask: Mask, rows: int, length: int) -> mx.array:
+    """Which keys each row sees: boolean, (B or 1, 1, L or 1, S). Raises NotImplementedError for other masks."""
+    if mask is None:
+        return mx.ones((1, 1, 1, length), dtype=mx.bool_)
+    if isinstance(mask, str):
+        return (mx.arange(length) <= mx.arange(length - rows, length)[:, None])[None, None]
+    if mask.dtype != mx.bool_ or (mask.ndim == 4 and mask.shape[1] != 1):
+        raise NotImplementedError("masks other than a boolean one for all heads")
+    return mask.reshape(-1, 1, *mask.shape[-2:])

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from dflash_mlx.caches.rows import RowKVCache, RowLengths
 from dflash_mlx.caches.trimming import newest
-from dflash_mlx.kernels.attention import Mask
+from dflash_mlx.kernels.attention import Mask, as_array
 from dflash_mlx.kernels.exact.blocks import MOVED, SIZES, Agreement, compare_sizes, in_blocks, largest_difference
 from dflash_mlx.kernels.few_rows_attention import MOST_KEYS, compute, made_for
 
@@ -82,17 +82,6 @@ def _in_order(keys: mx.array, values: mx.array, cache: Any, rows: int) -> tuple[
     if rows == 1:
         keys, values = newest(cache, keys), newest(cache, values)
     return keys, values, int(cache.offset) - keys.shape[2]
-
-
-def as_array(mask: Mask, rows: int, length: int) -> mx.array:
-    """Which keys each row sees: boolean, (B or 1, 1, L or 1, S)."""
-    if mask is None:
-        return mx.ones((1, 1, 1, length), dtype=mx.bool_)
-    if isinstance(mask, str):
-        return (mx.arange(length) <= mx.arange(length - rows, length)[:, None])[None, None]
-    if mask.dtype != mx.bool_ or (mask.ndim == 4 and mask.shape[1] != 1):
-        raise NotImplementedError("masks other than a boolean one for all heads")
-    return mask.reshape(-1, 1, *mask.shape[-2:])
 
 
 def _filled(

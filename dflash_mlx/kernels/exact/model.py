@@ -17,8 +17,8 @@ from dflash_mlx.caches.tree_rows import branched
 from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hooks import renamed, subclassed
-from dflash_mlx.kernels.attention import Mask
-from dflash_mlx.kernels.exact.attention import NAME, ROWS, Blocks, as_array, attention_in, compare_attention
+from dflash_mlx.kernels.attention import Mask, as_array
+from dflash_mlx.kernels.exact.attention import NAME, ROWS, Blocks, attention_in, compare_attention
 from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, largest_difference
 from dflash_mlx.kernels.exact.layers import EXACT_KINDS, KernelLinear, compare_products, kind_of_product, set_exact
 from dflash_mlx.kernels.few_rows_attention import attention_layers, attention_works
