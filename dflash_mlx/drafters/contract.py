@@ -163,10 +163,6 @@ class Drafter(Protocol):
     def networks(self) -> Sequence[nn.Module]:
         """Its networks, whose layers may use kernels."""
 
-    @property
-    def head_dim(self) -> int | None:
-        """Size of its attention heads, or None where it has no attention."""
-
     def misfits(self, target: Target) -> list[str]:
         """What speaks against using it for this target, by what the two configs say."""
 

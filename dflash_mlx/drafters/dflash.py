@@ -131,10 +131,6 @@ class DFlashDrafter(nn.Module):
     def networks(self) -> Sequence[nn.Module]:
         return [self]
 
-    @property
-    def head_dim(self) -> int:
-        return self.config.head_dim
-
     def rehearsal(self) -> "DFlashDrafter":
         return self
 

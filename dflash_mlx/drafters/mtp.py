@@ -58,7 +58,7 @@ class MTPDrafter(StepwiseDrafter):
     def __init__(self, network: MTPNetwork, target: Target, *, places: int = PLACES) -> None:
         super().__init__(network, places=places)
         self.network = network
-        self._layers, self._head_dim = len(target.layers), target.head_dim
+        self._layers = len(target.layers)
         self._target_dtype = target.embed(mx.zeros((1, 1), dtype=mx.uint32)).dtype
 
     @property
@@ -69,10 +69,6 @@ class MTPDrafter(StepwiseDrafter):
     @property
     def taps(self) -> Sequence[int]:
         return (self._layers,)
-
-    @property
-    def head_dim(self) -> int | None:
-        return self._head_dim
 
     def misfits(self, target: Target) -> list[str]:
         """None: it was made like the target's own layers, and its weights had the right shapes."""

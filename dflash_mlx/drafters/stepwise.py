@@ -44,11 +44,6 @@ class StepwiseDrafter(ABC):
         self.places = places
 
     @property
-    @abstractmethod
-    def head_dim(self) -> int | None:
-        """Size of its attention heads."""
-
-    @property
     def taps(self) -> Sequence[int]:
         """The layers of the target whose outputs it reads; none here."""
         return ()

@@ -45,10 +45,6 @@ class WithNgram:
     def networks(self) -> Sequence[nn.Module]:
         return self.drafter.networks
 
-    @property
-    def head_dim(self) -> int | None:
-        return self.drafter.head_dim
-
     def misfits(self, target: Target) -> list[str]:
         return self.drafter.misfits(target)
 

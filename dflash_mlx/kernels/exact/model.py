@@ -17,12 +17,12 @@ from dflash_mlx.caches.tree_rows import branched
 from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hooks import renamed, subclassed
-from dflash_mlx.kernels.attention import Mask, as_array
-from dflash_mlx.kernels.exact.attention import NAME, ROWS, Blocks, attention_in, compare_attention
+from dflash_mlx.kernels.attention import NAME, Mask, as_array, attention_layers, set_attention
+from dflash_mlx.kernels.exact.attention import ROWS, Blocks, attention_in, compare_attention
 from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, largest_difference
 from dflash_mlx.kernels.exact.layers import EXACT_KINDS, KernelLinear, compare_products, kind_of_product, set_exact
-from dflash_mlx.kernels.few_rows_attention import attention_layers, attention_works
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work
+from dflash_mlx.kernels.rows_attention.layers import Heads, Rival, rivals, works
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.loading import activation_dtype
 from dflash_mlx.targets.target import Target
@@ -49,15 +49,14 @@ def make_exact(
 ) -> str:
     """Have each row of a target's passes come out the same, bit for bit, whatever is computed with it.
 
-    kernels=False leaves out the CUDA kernels for few rows. Returns what was found, in a line. Raises UsageError where
+    kernels=False leaves out the kernels for few rows. Returns what was found, in a line. Raises UsageError where
     the target computes in a way that cannot be made so.
     """
     if report is not None:
         report("looking for ways to compute each token alike", None)
     uses = find_uses(target)
     kinds: dict[Any, Agreement] = {}
-    kernels = kernels and backend().kind == "cuda"
-    by_kernel = _layers_of_kernel(target, uses) if kernels else set[int]()
+    by_kernel = _layers_of_kernel(target, uses) if kernels and backend().kind == "cuda" else set[int]()
     for layer, dtype in uses.layers.values():
         if id(layer) in by_kernel:
             layer.__class__ = KernelLinear
@@ -68,9 +67,9 @@ def make_exact(
         if not kinds[kind].sizes:
             raise _refusal(f"{type(layer).__name__}, which does not give the same numbers twice")
         set_exact(layer, kinds[kind].sizes)
-    attend = attention_in(attention_blocks(uses), kernel=kernels and _attention_kernel_works(target, uses))
-    for layer in attention_layers(target.model):
-        layer.__class__ = renamed(type(layer), NAME, attend)
+    use_kernels = kernels and backend().kind != "cpu"
+    attend = attention_in(attention_blocks(uses), kernels=_attention_kernels(target, uses) if use_kernels else ())
+    set_attention(attention_layers(target.model), attend)
     target.kernels = "exact"
     if not target.takes_rows():
         raise _refusal("code that answers one prompt at a time")
@@ -98,10 +97,11 @@ def _layers_of_kernel(target: Target, uses: Uses) -> set[int]:
     return {id(layer) for layer, dtype in found if works[dtype] and layer["weight"].dtype == dtype}
 
 
-def _attention_kernel_works(target: Target, uses: Uses) -> bool:
-    """Whether the CUDA kernel for few rows computes attention right here, for heads that it was made for."""
+def _attention_kernels(target: Target, uses: Uses) -> tuple[Rival, ...]:
+    """The kernels that give a row the same numbers whatever the others are, and compute these attentions right here."""
     dtype = activation_dtype(target.model)
-    return all(attention_works(dtype, head_dim) for _, _, head_dim, _ in uses.attentions)
+    kinds = [Heads(*attention[:3], dtype) for attention in uses.attentions]
+    return tuple(one for one in rivals().values() if one.part and all(works(one, heads) for heads in kinds))
 
 
 def find_uses(target: Target) -> Uses:

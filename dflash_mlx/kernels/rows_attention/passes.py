@@ -1,15 +1,16 @@
 """Launching the two passes of attention of a few rows over a cache, and what they were made for."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.kernels.attention import Mask
+from dflash_mlx.kernels.attention import Mask, as_array
+from dflash_mlx.kernels.rows_attention.masks import KINDS, settings_and_mask
+from dflash_mlx.kernels.sources import source
 from dflash_mlx.runtime import backend
 
-# Rows of each sequence: more than this are prompts, which MLX's tiles are made for.
+# Rows of each sequence at once: what is computed of them for each part of the cache takes memory.
 MOST_ROWS = 64
 # A threadgroup computes a part of the cache of this many positions. The parts are the same for any number of rows, so
 # a row's numbers are, too.
@@ -17,13 +18,9 @@ POSITIONS = 256
 HEAD_DIMS = (64, 80, 96, 128, 256)
 # Rows of query heads that a simdgroup (warp) computes, and the most of them in a threadgroup: their sums are held in
 # registers.
-_METAL_ROWS, _METAL_GROUPS = 8, 12
-_CUDA_ROWS, _CUDA_GROUPS = 16, 8
+_METAL_GROUP, _CUDA_GROUP = (8, 12), (16, 8)
 # Bytes of keys, and as many of values, in threadgroup memory (padding aside); keys at once on CUDA.
 _TILE_BYTES, _CUDA_KEYS = 8192, 32
-# What a row sees, as the kernel is told: everything, what comes before it, or what a mask says.
-_ALL, _CAUSAL, _MASK = 0, 1, 2
-_SOURCES = Path(__file__).parent
 
 
 def made_for(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
@@ -47,21 +44,23 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
     """
     batch, heads, rows, head_dim = queries.shape
     groups, length = keys.shape[1:3]
-    kind = _ALL if mask is None else _CAUSAL if isinstance(mask, str) else _MASK
-    settings, no_mask = _settings(scale, kind)
+    if rows > MOST_ROWS:
+        seen = mx.broadcast_to(as_array(mask, rows, length), (batch, 1, rows, length))
+        turns = [slice(first, first + MOST_ROWS) for first in range(0, rows, MOST_ROWS)]
+        parts = [attention(queries[:, :, turn], keys, values, scale, seen[:, :, turn]) for turn in turns]
+        return mx.concatenate(parts, axis=2)
     splits = -(-length // POSITIONS)
     cuda = backend().kind == "cuda"
-    tiles, threads = _division(rows * heads // groups, *((_CUDA_ROWS, _CUDA_GROUPS) if cuda else (_METAL_ROWS, _METAL_GROUPS)))
+    tiles, threads = _division(rows * heads // groups, *(_CUDA_GROUP if cuda else _METAL_GROUP))
     first, second = _cuda_kernels() if cuda else _metal_kernels()
     sums, marks = first(
-        inputs=[queries, keys, values, settings, mask if isinstance(mask, mx.array) else no_mask],
+        inputs=[queries, keys, values, *settings_and_mask(scale, mask)],
         template=[
             ("T", queries.dtype),
             ("D", head_dim),
             ("KEYS", _CUDA_KEYS if cuda else _keys(head_dim, queries.dtype)),
             ("POSITIONS", POSITIONS),
-            ("CAUSAL", _CAUSAL),
-            ("MASK", _MASK),
+            *KINDS,
             *([("BRAIN", queries.dtype == mx.bfloat16)] if cuda else []),
         ],
         grid=(tiles * threads, splits, batch * groups),
@@ -94,43 +93,32 @@ def _keys(head_dim: int, dtype: mx.Dtype) -> int:
 
 @cache
 def _metal_kernels() -> tuple[Any, Any]:
-    return mx.fast.metal_kernel(**_first("first_pass.metal", "loading.metal")), mx.fast.metal_kernel(**_second("second_pass.metal"))
+    first, second = mx.fast.metal_kernel(**_first("metal")), mx.fast.metal_kernel(**_second("metal"))
+    return first, second
 
 
 @cache
 def _cuda_kernels() -> tuple[Any, Any]:
-    return mx.fast.cuda_kernel(**_first("first_pass.cu", "../matrix_units.cu")), mx.fast.cuda_kernel(**_second("second_pass.cu"))
+    first, second = mx.fast.cuda_kernel(**_first("cu")), mx.fast.cuda_kernel(**_second("cu"))
+    return first, second
 
 
-def _first(file: str, header: str) -> dict[str, Any]:
+def _first(kind: str) -> dict[str, Any]:
     return {
         "name": "dflash_rows_attention",
         "input_names": ["q", "k", "v", "settings", "mask"],
         "output_names": ["sums", "marks"],
-        "source": source(file),
-        "header": source(header),
+        "source": source(f"rows_attention/first_pass.{kind}"),
+        "header": source("matrix_units.cu" if kind == "cu" else "rows_attention/loading.metal"),
         # Keys and values are parts of larger arrays, of which a copy would cost more than the product.
         "ensure_row_contiguous": False,
     }
 
 
-def _second(file: str) -> dict[str, Any]:
+def _second(kind: str) -> dict[str, Any]:
     return {
         "name": "dflash_rows_attention_parts",
         "input_names": ["sums", "marks"],
         "output_names": ["out"],
-        "source": source(file),
+        "source": source(f"rows_attention/second_pass.{kind}"),
     }
-
-
-def source(file: str) -> str:
-    """The text of a file beside this one."""
-    return (_SOURCES / file).read_text(encoding="utf-8")
-
-
-@cache
-def _settings(scale: float, kind: int) -> tuple[mx.array, mx.array]:
-    """What the kernel is told, and what stands for a mask where there is none."""
-    settings, no_mask = mx.array([scale, kind], dtype=mx.float32), mx.ones((1, 1, 1, 1), dtype=mx.bool_)
-    mx.eval(settings, no_mask)
-    return settings, no_mask

@@ -10,8 +10,8 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
 
     All is computed in float32 and rounded once, at the end, to the type of the queries. A row that sees nothing is 0.
     """
-    batch, heads, rows, head_dim = queries.shape
-    wide = queries.astype(mx.float32).reshape(batch, keys.shape[1], -1, rows, head_dim)
+    rows = queries.shape[2]
+    wide = queries.astype(mx.float32).reshape(len(queries), keys.shape[1], -1, *queries.shape[2:])
     scores = scale * wide @ keys.astype(mx.float32)[:, :, None].swapaxes(-1, -2)
     seen = as_array(mask, rows, keys.shape[2])[:, None]
     weights = mx.where(seen, mx.exp(scores - mx.max(mx.where(seen, scores, -1e30), axis=-1, keepdims=True)), 0)
