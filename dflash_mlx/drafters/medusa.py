@@ -52,7 +52,6 @@ class MedusaDrafter:
     method = "medusa"
     supports_trees = allows_rejection = True
     drafts_on_host = False
-    head_dim = None
 
     def __init__(self, network: MedusaNetwork, *, target_layers: int) -> None:
         """target_layers: how many the target has; what comes after them is what the heads read."""

@@ -99,7 +99,6 @@ class NgramDrafter:
     supports_trees = allows_rejection = False
     drafts_on_host = True
     networks: Sequence[Any] = ()
-    head_dim = None
 
     def __init__(self, places: int = DEFAULT_PLACES, *, always: bool = False) -> None:
         self.places, self.always = places, always

@@ -7,17 +7,19 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from kernels.cuda_on_cpu import CudaKernel, needs_compiler
+from metal import emulator as metal
 from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
 from tiny import FAMILIES, tiny_target
 from tiny_families import family_target, unavailable
 
 from dflash_mlx.errors import UsageError
-from dflash_mlx.kernels import few_rows_attention, few_rows_linear
+from dflash_mlx.kernels import few_rows_linear
 from dflash_mlx.kernels.exact import model
 from dflash_mlx.kernels.exact.attention import Blocks, attention_in
 from dflash_mlx.kernels.exact.blocks import SIZES, compare_sizes, in_blocks
 from dflash_mlx.kernels.exact.layers import KernelLinear, cancelling, compare_products
-from dflash_mlx.kernels.exact.model import find_uses, make_exact
+from dflash_mlx.kernels.exact.model import differences, find_uses, make_exact
+from dflash_mlx.kernels.rows_attention import layers, one_launch, passes
 from dflash_mlx.runtime import backend
 
 
@@ -144,18 +146,44 @@ def test_cuda_kernels_for_few_rows_compute_each_row_alike(family, kernels, monke
         return CudaKernel(tmp_path, **options)
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", make)
-    monkeypatch.setattr(model, "backend", lambda: replace(backend(), kind="cuda"))
-    for module in (few_rows_attention, few_rows_linear):
+    for module in (model, layers, passes):
+        monkeypatch.setattr(module, "backend", lambda: replace(backend(), kind="cuda"))
+    for module in (one_launch, few_rows_linear):
         module._kernel.cache_clear()
     try:
         target = tiny_target(family) if family in FAMILIES else family_target(family)
         target.model.set_dtype(mx.bfloat16)
         make_exact(target)
     finally:
-        for module in (few_rows_attention, few_rows_linear):
+        for module in (one_launch, few_rows_linear):
             module._kernel.cache_clear()
     assert len(made) == kernels
     assert isinstance(target.model.layers[0].self_attn.q_proj, KernelLinear)
+
+
+@metal.needs_compiler
+@pytest.mark.slow
+def test_the_metal_kernel_for_attention_computes_each_row_alike(monkeypatch, tmp_path_factory):
+    """In two passes, for all tokens of prompts, chains and trees; in an emulator here."""
+    used, launched = metal.Emulator(metal.shared_folder(tmp_path_factory)), []
+
+    def make(**options):
+        kernel = used.metal_kernel(**options)
+        return lambda **call: launched.append(call["inputs"][0].shape) or kernel(**call)
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", make)
+    for module in (model, layers, passes):
+        monkeypatch.setattr(module, "backend", lambda: replace(backend(), kind="metal"))
+    passes._metal_kernels.cache_clear()
+    try:
+        target = tiny_target("qwen3", head_dim=64)
+        target.model.set_dtype(mx.bfloat16)
+        make_exact(target)
+        launched.clear()
+        assert set(differences(target).values()) == {0.0}
+    finally:
+        passes._metal_kernels.cache_clear()
+    assert {shape[2] for shape in launched if len(shape) == 4} == {1, 2, 5}
 
 
 def test_what_only_running_shows_is_refused(monkeypatch):

@@ -95,7 +95,7 @@ for (int first = start; first < end; first += KEYS) {
     #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int n = first + 8 * t + column + i % 2, r = i / 2;
-      const bool seen = used[r] && n < end && n <= last[r] &&
+      const bool seen = used[r] && n <= last[r] &&
           (kind != MASK || mask[answer * mask_strides[0] + query[r] * mask_strides[2] + n * mask_strides[3]]);
       scores[t][i] = seen ? scores[t][i] * scale : NEVER;
       top[r] = max(top[r], scores[t][i]);

@@ -51,10 +51,12 @@ for (int first = start; first < end; first += KEYS) {
       key = four(k + answer * k_strides[0] + group * k_strides[1] + n * k_strides[2] + d * k_strides[3], k_strides[3]);
       value = four(v + answer * v_strides[0] + group * v_strides[1] + n * v_strides[2] + d * v_strides[3], v_strides[3]);
     }
-    keys[n - first][d / 2] = Two(key.x, key.y);
-    keys[n - first][d / 2 + 1] = Two(key.z, key.w);
-    values[n - first][d / 2] = Two(value.x, value.y);
-    values[n - first][d / 2 + 1] = Two(value.z, value.w);
+    const Two of_keys[2] = {{key.x, key.y}, {key.z, key.w}}, of_values[2] = {{value.x, value.y}, {value.z, value.w}};
+    #pragma unroll
+    for (int two = 0; two < 2; two++) {
+      keys[n - first][d / 2 + two] = of_keys[two];
+      values[n - first][d / 2 + two] = of_values[two];
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -84,14 +86,14 @@ for (int first = start; first < end; first += KEYS) {
   float top = highest;
   #pragma unroll
   for (int t = 0; t < KEYS / 8; t++) {
-    thread float2& pair = reinterpret_cast<thread float2&>(scores[t].thread_elements());
+    thread float2& both = reinterpret_cast<thread float2&>(scores[t].thread_elements());
     #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int n = first + 8 * t + column + i;
-      const bool seen = used && n < end && n <= last &&
+      const bool seen = used && n <= last &&
           (kind != MASK || mask[answer * mask_strides[0] + query * mask_strides[2] + n * mask_strides[3]]);
-      pair[i] = seen ? pair[i] * scale : NEVER;
-      top = max(top, pair[i]);
+      both[i] = seen ? both[i] * scale : NEVER;
+      top = max(top, both[i]);
     }
   }
   top = max(top, simd_shuffle_xor(top, 1));
@@ -99,11 +101,11 @@ for (int first = start; first < end; first += KEYS) {
   float weight = 0;
   #pragma unroll
   for (int t = 0; t < KEYS / 8; t++) {
-    thread float2& pair = reinterpret_cast<thread float2&>(scores[t].thread_elements());
+    thread float2& both = reinterpret_cast<thread float2&>(scores[t].thread_elements());
     #pragma unroll
     for (int i = 0; i < 2; i++) {
-      pair[i] = pair[i] == NEVER ? 0.0f : exp2(pair[i] - top);
-      weight += pair[i];
+      both[i] = both[i] == NEVER ? 0.0f : exp2(both[i] - top);
+      weight += both[i];
     }
   }
   weight += simd_shuffle_xor(weight, 1);
@@ -114,8 +116,8 @@ for (int first = start; first < end; first += KEYS) {
 
   #pragma unroll
   for (int d = 0; d < D / 8; d++) {
-    thread float2& pair = reinterpret_cast<thread float2&>(sums_of[d].thread_elements());
-    pair = float2(pair[0] * before, pair[1] * before);
+    thread float2& both = reinterpret_cast<thread float2&>(sums_of[d].thread_elements());
+    both = float2(both[0] * before, both[1] * before);
     #pragma unroll
     for (int t = 0; t < KEYS / 8; t++) {
       const Two two = values[8 * t + row][4 * d + column / 2];
@@ -136,8 +138,8 @@ if (used) {
   }
   #pragma unroll
   for (int d = 0; d < D / 8; d++) {
-    const float2 pair = reinterpret_cast<thread float2&>(sums_of[d].thread_elements());
-    sums[at * D + 8 * d + column] = pair[0];
-    sums[at * D + 8 * d + column + 1] = pair[1];
+    const float2 both = reinterpret_cast<thread float2&>(sums_of[d].thread_elements());
+    sums[at * D + 8 * d + column] = both[0];
+    sums[at * D + 8 * d + column + 1] = both[1];
   }
 }

@@ -2,5 +2,6 @@
 template <class T>
 METAL_FUNC vec<T, 4> four(const device T* from, int64_t step) {
   if (step == 1) return *reinterpret_cast<const device vec<T, 4>*>(from);
-  return vec<T, 4>(from[0], from[step], from[2 * step], from[3 * step]);
+  const vec<T, 4> numbers = {from[0], from[step], from[2 * step], from[3 * step]};
+  return numbers;
 }
