@@ -1,6 +1,6 @@
 """Quantized layers that multiply a few rows by the kernel, where it won its race on this machine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -98,17 +98,19 @@ def use_where_faster(
     return "; ".join(words), notes
 
 
-def race_typical(report: Report | None = None) -> dict[Matrix, Verdict]:
-    """The kernel against MLX's own operation, for matrices of common models, anew."""
-    found: dict[Matrix, Verdict] = {}
-    for dtype in (mx.bfloat16, mx.float16):
-        for bits in (4, 8):
-            for columns, depth in _TYPICAL:
-                matrix = Matrix(columns, depth, bits, 64, dtype)
-                if report is not None:
-                    report(f"racing {matrix}", len(found) / (4 * len(_TYPICAL)))
-                found[matrix] = race_matrix(matrix, [random_weights(matrix, seed) for seed in range(_needed(matrix))])
-    return found
+def races_typical() -> dict[str, Callable[[], Verdict]]:
+    """Races for matrices of common models, by what they are about."""
+    matrices = [
+        Matrix(columns, depth, bits, 64, dtype)
+        for dtype in (mx.bfloat16, mx.float16)
+        for bits in (4, 8)
+        for columns, depth in _TYPICAL
+    ]
+    return {str(matrix): partial(_race_random, matrix) for matrix in matrices}
+
+
+def _race_random(matrix: Matrix) -> Verdict:
+    return race_matrix(matrix, [random_weights(matrix, seed) for seed in range(_needed(matrix))])
 
 
 def race_matrix(matrix: Matrix, weights: Sequence[Weights]) -> Verdict:

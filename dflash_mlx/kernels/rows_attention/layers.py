@@ -197,7 +197,7 @@ def _shape(heads: Heads, length: int, name: str) -> str:
     return f"{heads}, over {length} positions {name}"
 
 
-def race_typical() -> dict[str, Callable[[], Verdict]]:
+def races_typical() -> dict[str, Callable[[], Verdict]]:
     """Races for heads of common models, by what they are about."""
     found: dict[str, Callable[[], Verdict]] = {}
     for shape in _TYPICAL:
