@@ -32,6 +32,7 @@ FEW = [
     ("qwen3", "4-bit"),
     ("gemma3", "bfloat16"),
     ("qwen3_moe", "float32"),
+    ("qwen3_5", "bfloat16"),
 ]
 MORE = [
     ("llama", "4-bit"),
@@ -45,6 +46,9 @@ MORE = [
     # MLX multiplies by experts in float32 alone on a CPU.
     ("qwen3_moe", "float32"),
     ("minimax", "float32"),
+    ("qwen3_5_moe", "float32"),
+    ("qwen3_next", "float32"),
+    ("lfm2", "float16"),
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 from kernels.cuda_on_cpu import CudaKernel, needs_compiler
 from metal import emulator as metal
 from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
+from mlx_lm.models.gated_delta import gated_delta_update
 from tiny import FAMILIES, tiny_target
 from tiny_families import family_target, unavailable
 
@@ -19,6 +20,7 @@ from dflash_mlx.kernels.exact.attention import Blocks, attention_in
 from dflash_mlx.kernels.exact.blocks import SIZES, compare_sizes, in_blocks
 from dflash_mlx.kernels.exact.layers import KernelLinear, cancelling, compare_products
 from dflash_mlx.kernels.exact.model import differences, find_uses, make_exact
+from dflash_mlx.kernels.exact.recurrence import convolutions, exact_convolution
 from dflash_mlx.kernels.rows_attention import layers, one_launch, passes
 from dflash_mlx.runtime import backend
 
@@ -121,8 +123,8 @@ def test_attention_is_mlx_lms_up_to_rounding(batch, heads, kv_heads, rows, lengt
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        ("qwen3_next", r"another memory than keys and values \(ArraysCache, KVCache\)"),
-        ("llama4", "another memory"),
+        ("llama4", r"another memory than keys and values \("),
+        ("falcon_h1", "CumSum, Matmul"),
         ("gemma3n", "Matmul"),
         ("kimi_k25", "masks other than a boolean one"),
         ("gemma4, shared keys", "share the keys"),
@@ -184,6 +186,37 @@ def test_the_metal_kernel_for_attention_computes_each_row_alike(monkeypatch, tmp
     finally:
         passes._metal_kernels.cache_clear()
     assert {shape[2] for shape in launched if len(shape) == 4} == {1, 2, 5}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_convolution_over_time_is_even(bias, dtype):
+    """The same bits for however many tokens are fed at once, and MLX's numbers up to rounding."""
+    model = nn.Sequential(nn.Conv1d(6, 6, 4, groups=6, bias=bias), nn.Conv1d(6, 6, 1), nn.Conv1d(6, 6, 4, 2, groups=6))
+    model.set_dtype(dtype)
+    [layer] = convolutions(model)
+    x = mx.random.normal((2, 40, 6)).astype(dtype)
+    expected = layer(x)
+    layer.__class__ = exact_convolution(type(layer))
+    found = layer(x)
+    assert found.dtype == dtype
+    assert mx.allclose(found, expected, rtol=0, atol=1e-5 if dtype == mx.float32 else 0.05)
+    for count in (1, 2, 7):
+        parts = [layer(x[:, at : at + count + 3]) for at in range(0, 35, count)]
+        assert mx.array_equal(mx.concatenate(parts, axis=1), found[:, : sum(part.shape[1] for part in parts)])
+
+
+def test_a_recurrence_that_is_uneven_is_refused(monkeypatch):
+    """Here for tokens of a block that was kept in part, after which states are computed again with a mask."""
+    target = family_target("qwen3_5")
+
+    def uneven(*arrays, **options):
+        out, state = gated_delta_update(*arrays, **options)
+        return out, state if arrays[8] is None else state + 1e-5
+
+    monkeypatch.setitem(type(target.layers[0].linear_attn).__call__.__globals__, "gated_delta_update", uneven)
+    with pytest.raises(UsageError, match="other numbers for blocks that are kept in part"):
+        make_exact(target)
 
 
 def test_what_only_running_shows_is_refused(monkeypatch):

@@ -10,17 +10,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.caches.rows import RowKVCache, Rows, fits
+from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.caches.tree_rows import branched
-from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hooks import renamed, subclassed
 from dflash_mlx.kernels.attention import NAME, Mask, as_array, attention_layers, set_attention
 from dflash_mlx.kernels.exact.attention import ROWS, Blocks, attention_in, compare_attention
 from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, largest_difference
 from dflash_mlx.kernels.exact.layers import EXACT_KINDS, KernelLinear, compare_products, kind_of_product, set_exact
+from dflash_mlx.kernels.exact.recurrence import convolutions, exact_convolution, recurrences, without_recurrence
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work
 from dflash_mlx.kernels.rows_attention.layers import Heads, Rival, rivals, works
 from dflash_mlx.runtime import backend
@@ -70,6 +70,8 @@ def make_exact(
     use_kernels = kernels and backend().kind != "cpu"
     attend = attention_in(attention_blocks(uses), kernels=_attention_kernels(target, uses) if use_kernels else ())
     set_attention(attention_layers(target.model), attend)
+    for layer in convolutions(target.model):
+        layer.__class__ = exact_convolution(type(layer))
     target.kernels = "exact"
     if not target.takes_rows():
         raise _refusal("code that answers one prompt at a time")
@@ -110,7 +112,7 @@ def find_uses(target: Target) -> Uses:
     Raises UsageError with the name of what cannot be made exact.
     """
     caches = target.make_cache()
-    if not fits(caches) or any(isinstance(leaf, ArraysCache) for leaf in leaves(caches)):
+    if not fits(caches):
         raise _refusal(f"another memory than keys and values ({', '.join(sorted({type(c).__name__ for c in caches}))})")
     uses, rows = Uses(), Rows.blank(target.blank_caches, 1, 2)
     layers = [layer for layer in target.model.modules() if type(layer) in EXACT_KINDS]
@@ -119,6 +121,8 @@ def find_uses(target: Target) -> Uses:
         with (
             subclassed(layers, _noting, notes={_NOTES: [uses] * len(layers)}),
             subclassed(attention_layers(target.model), lambda kind: renamed(kind, NAME, attention)),
+            subclassed(convolutions(target.model), exact_convolution),
+            subclassed(recurrences(target.model), without_recurrence),
         ):
             logits = target.forward(mx.zeros((1, 2), dtype=mx.int32), rows.layers)
     except NotImplementedError as error:
@@ -182,12 +186,15 @@ def differences(target: Target) -> dict[str, float]:
     rng = np.random.default_rng(0)
     tokens = mx.array(rng.integers(0, target.vocab_size, (2, len(_TREE_DEPTHS))))
     count = len(_TREE_PATH)
-    blank = Rows.blank(target.blank_caches, 1, _BEFORE).take_arrays()
-    context = [mx.array(rng.standard_normal(a.shape, dtype=np.float32)).astype(a.dtype)[:, :, :_BEFORE] for a in blank]
+    blank = Rows.blank(target.blank_caches, 1, _BEFORE)
+    context = [_random_like(array, rng)[:, :, :_BEFORE] for array in blank.take_arrays()]
+    memory = [[_random_like(array, rng) for array in state.cache] for state in blank.states]
 
     def rows(answers: int = 1, room: int = _ROOM) -> Rows:
         """Rows whose last answer has the context, and the others its first half, turned round."""
         found = Rows.blank(target.blank_caches, answers, room)
+        for state, parts in zip(found.states, memory, strict=True):
+            state.cache = [mx.concatenate([-part] * (answers - 1) + [part]) for part in parts]
         arrays = found.take_arrays()
         for array, part in zip(arrays, context, strict=True):
             array[:, :, : _BEFORE // 2] = -part[:, :, : _BEFORE // 2]
@@ -212,13 +219,29 @@ def differences(target: Target) -> dict[str, float]:
         "several tokens at once": target.forward(tokens[-1:], rows().layers)[0, :count],
         "other answers beside it": target.forward(tokens, rows(2, _MORE_ROOM).layers)[-1, :count],
     }
-    rows().give_back(0, _BEFORE, single)
+    rows().give_back(0, _BEFORE, single, states=memory)
     found["prompts that are read"] = mx.concatenate(
         [target.forward(part, single)[0] for part in (tokens[-1:, :1], tokens[-1:, 1:count])]
     )
     if target.takes_trees():
         found["trees of drafts"] = _tree(target, rows(), tokens[-1, :count])
+    if memory:
+        found["blocks that are kept in part"] = _kept(target, rows(2), tokens, count)
     return {what: largest_difference(logits, expected) for what, logits in found.items()}
+
+
+def _random_like(array: mx.array, rng: np.random.Generator) -> mx.array:
+    return mx.array(rng.standard_normal(array.shape, dtype=np.float32)).astype(array.dtype)
+
+
+def _kept(target: Target, rows: Rows, tokens: mx.array, count: int) -> mx.array:
+    """The last answer's logits for its first tokens (2, L), of which all but one were kept of a block of more."""
+    batch, model, fed = BatchCaches(rows, target.layers), target.pass_for(()), tokens.shape[1]
+    at, kept = rows.lengths.value, [fed - 1, count - 1]
+    block, _ = batch.feed(model, tokens, at=at, room=_ROOM)
+    batch.commit(fed, kept)
+    last, _ = batch.feed(model, tokens[:, count - 1 : count], at=at + mx.array(kept), room=_ROOM)
+    return mx.concatenate([block[-1, : count - 1], last[-1]])
 
 
 def _tree(target: Target, rows: Rows, tokens: mx.array) -> mx.array:
