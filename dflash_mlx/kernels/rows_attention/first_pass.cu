@@ -80,10 +80,8 @@ for (int first = start; first < end; first += KEYS) {
     #pragma unroll
     for (int j = 0; j < D / 16; j++) {
       uint32_t right[2];
-      for (int i = 0; i < 2; i++) {
-        const Eight& eight = key_tile[8 * t + row][2 * j + i];
-        right[i] = word(eight.at[column], eight.at[column + 1]);
-      }
+      for (int i = 0; i < 2; i++)
+        right[i] = reinterpret_cast<const uint32_t*>(key_tile[8 * t + row][2 * j + i].at)[column / 2];
       multiply_accumulate<BRAIN>(scores[t], queries[j], right);
     }
   }
