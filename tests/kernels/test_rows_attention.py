@@ -19,14 +19,11 @@ from dflash_mlx.rounding import relative_difference
 
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 KINDS = [(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS]
-# Each type and each size once; most of them take a compiler seconds.
+# Each kind takes a compiler seconds; the others are left to the nightly run.
 SOME_KINDS = [
     (mx.float16, 64),
     (mx.bfloat16, 80),
-    *(
-        pytest.param(*kind, marks=pytest.mark.slow)
-        for kind in ((mx.float32, 96), (mx.float16, 128), (mx.bfloat16, 256))
-    ),
+    pytest.param(mx.bfloat16, 256, marks=pytest.mark.slow),
 ]
 MASKS = ("tree", "lengths", "causal", "none")
 # Weights are rounded to the type of the values on CUDA only.
@@ -342,12 +339,13 @@ def barriers():
 def is_wrong(metal):
     """Whether a check or another result shows a mistake; rows, positions and parts do not fill their tiles."""
     metal.checked = True
+    tried = (
+        (5, 100, {"mask": "tree", "batch": 2}),
+        (5, 100, {"mask": "causal"}),
+        (2, POSITIONS + 30, {"mask": "none"}),
+    )
     try:
-        wrong = [
-            not difference(5, 100, heads=6, head_dim=64, dtype=mx.float16, mask=mask, batch=2) < METAL[mx.float16]
-            for mask in ("tree", "causal")
-        ]
-        return any(wrong) or not difference(2, POSITIONS + 30, heads=6, mask="none") < METAL[mx.float16]
+        return any(not difference(*given, heads=6, **options) < METAL[mx.float16] for *given, options in tried)
     except KernelError:
         return True
 
@@ -405,7 +403,7 @@ def test_pointers_have_the_right_address_space(length):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("dtype", "head_dim"), [SOME_KINDS[0], *SOME_KINDS[3:]])
+@pytest.mark.parametrize(("dtype", "head_dim"), [SOME_KINDS[0], SOME_KINDS[2]])
 def test_kinds_of_heads_on_cuda(dtype, head_dim, cuda):
     for i, mask in enumerate(MASKS):
         options = {"heads": 3, "groups": 1} if i % 2 else {"heads": 4, "groups": 2, "batch": 2}
