@@ -16,9 +16,9 @@ MOST_ROWS = 64
 # a row's numbers are, too.
 POSITIONS = 256
 HEAD_DIMS = (64, 80, 96, 128, 256)
-# Rows of query heads that a simdgroup (warp) computes, and the most of them in a threadgroup: their sums are held in
-# registers.
-_METAL_GROUP, _CUDA_GROUP = (8, 12), (16, 8)
+# Rows of query heads that a simdgroup (warp) computes, and the most of them in a threadgroup. Their sums are held in
+# registers, of which 256 threads can have as many as there are for a thread, on all chips.
+_METAL_GROUP, _CUDA_GROUP = (8, 8), (16, 8)
 # Bytes of keys, and as many of values, in threadgroup memory (padding aside); keys at once on CUDA.
 _TILE_BYTES, _CUDA_KEYS = 8192, 32
 
