@@ -5,6 +5,8 @@
 // products. multiply_accumulate is in the header (passes.py).
 
 constexpr float NEVER = -3e38f;
+// A tile has so many eights of keys. A thread reads some of them before it stores the first: reading takes long.
+constexpr int EIGHTS = KEYS * (D / 8), AT_ONCE = 4;
 struct alignas(4) Two { T at[2]; };
 struct alignas(16) Eight { T at[8]; };
 // Eight more, so that lanes that read at once use different banks.
@@ -35,6 +37,8 @@ auto word = [](T first, T second) {
   return word;
 };
 
+const T* keys = k + answer * k_strides[0] + group * k_strides[1];
+const T* values = v + answer * v_strides[0] + group * v_strides[1];
 int query[2], head[2], last[2];
 bool used[2];
 #pragma unroll
@@ -60,16 +64,25 @@ for (int d = 0; d < D / 8; d++)
   for (int i = 0; i < 4; i++) sums_of[d][i] = 0;
 
 for (int first = start; first < end; first += KEYS) {
-  for (int i = threadIdx.x; i < KEYS * (D / 8); i += threads) {
-    const int n = first + i / (D / 8), d = i % (D / 8) * 8;
-    Eight key, value;
-    for (int j = 0; j < 8; j++) key.at[j] = value.at[j] = static_cast<T>(0.0f);
-    if (n < end) {
-      key = load(k + answer * k_strides[0] + group * k_strides[1] + n * k_strides[2] + d * k_strides[3], k_strides[3]);
-      value = load(v + answer * v_strides[0] + group * v_strides[1] + n * v_strides[2] + d * v_strides[3], v_strides[3]);
+  for (int begin = threadIdx.x; begin < EIGHTS; begin += AT_ONCE * threads) {
+    Eight key[AT_ONCE], value[AT_ONCE];
+    #pragma unroll
+    for (int a = 0; a < AT_ONCE; a++) {
+      const int i = begin + a * threads, n = first + i / (D / 8), d = i % (D / 8) * 8;
+      for (int j = 0; j < 8; j++) key[a].at[j] = value[a].at[j] = static_cast<T>(0.0f);
+      if (i < EIGHTS && n < end) {
+        key[a] = load(keys + n * k_strides[2] + d * k_strides[3], k_strides[3]);
+        value[a] = load(values + n * v_strides[2] + d * v_strides[3], v_strides[3]);
+      }
     }
-    key_tile[n - first][d / 8] = key;
-    value_tile[n - first][d / 8] = value;
+    #pragma unroll
+    for (int a = 0; a < AT_ONCE; a++) {
+      const int i = begin + a * threads;
+      if (i < EIGHTS) {
+        key_tile[i / (D / 8)][i % (D / 8)] = key[a];
+        value_tile[i / (D / 8)][i % (D / 8)] = value[a];
+      }
+    }
   }
   __syncthreads();
 
