@@ -274,8 +274,10 @@ WIDER = [
     ("(16 * j + 2 * column) * q_strides[3]", "(16 * j + 2 * column + 1) * q_strides[3]"),
     ("j < D / 16; j++)\n  queries", "j < D / 16 + 1; j++)\n  queries"),
     ("first < end;", "first <= end;"),
-    ("i < KEYS * (D / 4)", "i < KEYS * (D / 4) + 1"),
-    ("if (n < end) {", "if (n <= end) {"),
+    ("if (i >= FOURS)", "if (i >= FOURS + 1)"),
+    ("n < end) {", "n <= end) {"),
+    ("begin + a * threads, n = first", "begin + a * threads + 1, n = first"),
+    ("begin + a * threads, n = i", "begin + a * threads + 1, n = i"),
     ("answer * k_strides[0]", "(answer + 1) * k_strides[0]"),
     ("group * k_strides[1]", "(group + 1) * k_strides[1]"),
     ("n * k_strides[2]", "(n + 1) * k_strides[2]"),
@@ -284,10 +286,10 @@ WIDER = [
     ("group * v_strides[1]", "(group + 1) * v_strides[1]"),
     ("n * v_strides[2]", "(n + 1) * v_strides[2]"),
     ("d * v_strides[3]", "(d + 1) * v_strides[3]"),
-    ("keys[n - first][d / 2 + two]", "keys[n - first + 1][d / 2 + two]"),
-    ("keys[n - first][d / 2 + two]", "keys[n - first][d / 2 + two + 1]"),
-    ("values[n - first][d / 2 + two]", "values[n - first + 1][d / 2 + two]"),
-    ("values[n - first][d / 2 + two]", "values[n - first][d / 2 + two + 1]"),
+    ("keys[n][d + two]", "keys[n + 1][d + two]"),
+    ("keys[n][d + two]", "keys[n][d + two + 1]"),
+    ("values[n][d + two]", "values[n + 1][d + two]"),
+    ("values[n][d + two]", "values[n][d + two + 1]"),
     ("two < 2", "two < 3"),
     ("keys[8 * t + column][", "keys[8 * t + column + 1]["),
     ("keys[8 * t + column + 1][8 * j + row]", "keys[8 * t + column + 2][8 * j + row]"),
@@ -341,7 +343,7 @@ def is_wrong(metal):
     metal.checked = True
     tried = (
         (5, 100, {"mask": "tree", "batch": 2}),
-        (5, 100, {"mask": "causal"}),
+        (7, 100, {"mask": "causal"}),
         (2, POSITIONS + 30, {"mask": "none"}),
     )
     try:

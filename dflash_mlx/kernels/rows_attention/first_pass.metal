@@ -9,6 +9,8 @@
 typedef vec<T, 2> Two;
 typedef vec<T, 4> Four;
 constexpr float NEVER = -3e38f;
+// A tile has so many fours of keys. A thread reads some of them before it stores the first: reading takes long.
+constexpr int FOURS = KEYS * (D / 4), AT_ONCE = 4;
 // Eight more, so that lanes that read at once use different banks.
 threadgroup Two keys[KEYS][D / 2 + 4];
 threadgroup Two values[KEYS][D / 2 + 4];
@@ -17,6 +19,9 @@ const int heads = q_shape[1], rows = q_shape[2], groups = k_shape[1], length = k
 const int threads = threads_per_threadgroup.x, splits = (length + POSITIONS - 1) / POSITIONS;
 const int split = threadgroup_position_in_grid.y, start = split * POSITIONS, end = min(start + POSITIONS, length);
 const int answer = threadgroup_position_in_grid.z / groups, group = threadgroup_position_in_grid.z % groups;
+
+const device T* all_keys = k + answer * k_strides[0] + group * k_strides[1];
+const device T* all_values = v + answer * v_strides[0] + group * v_strides[1];
 
 // An 8x8 matrix has two elements in each lane: of this row, in this column and the next.
 const int lane = thread_index_in_simdgroup;
@@ -44,18 +49,29 @@ simdgroup_matrix<float, 8, 8> sums_of[D / 8];
 for (int d = 0; d < D / 8; d++) sums_of[d] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 
 for (int first = start; first < end; first += KEYS) {
-  for (int i = thread_index_in_threadgroup; i < KEYS * (D / 4); i += threads) {
-    const int n = first + i / (D / 4), d = i % (D / 4) * 4;
-    Four key = Four(T(0)), value = Four(T(0));
-    if (n < end) {
-      key = four(k + answer * k_strides[0] + group * k_strides[1] + n * k_strides[2] + d * k_strides[3], k_strides[3]);
-      value = four(v + answer * v_strides[0] + group * v_strides[1] + n * v_strides[2] + d * v_strides[3], v_strides[3]);
-    }
-    const Two of_keys[2] = {{key.x, key.y}, {key.z, key.w}}, of_values[2] = {{value.x, value.y}, {value.z, value.w}};
+  for (int begin = thread_index_in_threadgroup; begin < FOURS; begin += AT_ONCE * threads) {
+    Four key[AT_ONCE], value[AT_ONCE];
     #pragma unroll
-    for (int two = 0; two < 2; two++) {
-      keys[n - first][d / 2 + two] = of_keys[two];
-      values[n - first][d / 2 + two] = of_values[two];
+    for (int a = 0; a < AT_ONCE; a++) {
+      const int i = begin + a * threads, n = first + i / (D / 4), d = i % (D / 4) * 4;
+      key[a] = Four(T(0));
+      value[a] = Four(T(0));
+      if (i < FOURS && n < end) {
+        key[a] = four(all_keys + n * k_strides[2] + d * k_strides[3], k_strides[3]);
+        value[a] = four(all_values + n * v_strides[2] + d * v_strides[3], v_strides[3]);
+      }
+    }
+    #pragma unroll
+    for (int a = 0; a < AT_ONCE; a++) {
+      const int i = begin + a * threads, n = i / (D / 4), d = i % (D / 4) * 2;
+      if (i >= FOURS) continue;
+      const Two of_keys[2] = {{key[a].x, key[a].y}, {key[a].z, key[a].w}};
+      const Two of_values[2] = {{value[a].x, value[a].y}, {value[a].z, value[a].w}};
+      #pragma unroll
+      for (int two = 0; two < 2; two++) {
+        keys[n][d + two] = of_keys[two];
+        values[n][d + two] = of_values[two];
+      }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
