@@ -90,6 +90,16 @@ BlockSize = Annotated[
         rich_help_panel=MODELS,
     ),
 ]
+Steps = Annotated[
+    int,
+    typer.Option(
+        "--steps",
+        metavar="N",
+        help="Draft each block in N denoising steps: the surest guesses first, the others around them. DFlash only.",
+        parser=parser("steps"),
+        rich_help_panel=MODELS,
+    ),
+]
 Width = Annotated[
     int | None,
     typer.Option(
@@ -262,6 +272,7 @@ class ModelChoice:
     method: Method = Method.auto
     no_draft: bool = False
     block_size: int | None = None
+    steps: int = 1
     dtype: DType = DType.auto
     can_be_plain: bool = True
     no_kernels: bool = False
@@ -287,6 +298,10 @@ class ModelChoice:
                     exact=self.exact,
                     report=progress.report,
                 )
+                if self.steps > 1:
+                    from dflash_mlx import DFlashConfig
+
+                    pair = pair.with_config(DFlashConfig(diffusion_steps=self.steps))
             except DFlashError as error:
                 if not self.can_be_plain:
                     error.args = (_PLAIN_HINT.sub("", str(error)), *error.args[1:])

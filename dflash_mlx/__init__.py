@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_mlx.runtime import load_fast_blas, set_mlx_defaults
 
 if TYPE_CHECKING:
+    from dflash_mlx.drafters.denoising import DFlashConfig
     from dflash_mlx.generation import GenerationResponse, generate, generate_many, stream_generate, stream_many
     from dflash_mlx.pair import ModelPair, load_pair
     from dflash_mlx.sampling import SamplingParams
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DFlashConfig",
     "GenerationResponse",
     "ModelPair",
     "SamplingParams",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DFlashConfig": "dflash_mlx.drafters.denoising",
     "GenerationResponse": "dflash_mlx.generation",
     "ModelPair": "dflash_mlx.pair",
     "SamplingParams": "dflash_mlx.sampling",

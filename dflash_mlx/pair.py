@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from dflash_mlx.decoding.policies import GroupPolicy, WidthPolicy
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import wide_sizes
 from dflash_mlx.drafters.contract import Drafter
+from dflash_mlx.drafters.denoising import DFlashConfig
 from dflash_mlx.drafters.loading import check as check_method
-from dflash_mlx.drafters.loading import load
+from dflash_mlx.drafters.loading import in_steps, load
 from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.download import ensure_model
@@ -64,10 +65,10 @@ class ModelPair:
     load_seconds: float = 0.0
     checks: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # what the user should know about the models
-    _costs: PairCosts | None = None
-    _group_costs: dict[int, GroupCosts] = field(default_factory=dict)
-    _group_policies: dict[int, GroupWidth] = field(default_factory=dict)
-    _experience: Experience = field(default_factory=Experience)
+    _costs: PairCosts | None = field(default=None, init=False)
+    _group_costs: dict[int, GroupCosts] = field(default_factory=dict, init=False)
+    _group_policies: dict[int, GroupWidth] = field(default_factory=dict, init=False)
+    _experience: Experience = field(default_factory=Experience, init=False)
 
     @property
     def method(self) -> str:
@@ -95,6 +96,12 @@ class ModelPair:
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of text as it is, with what the tokenizer itself adds in front."""
         return list(self.tokenizer.encode(text))
+
+    def with_config(self, config: DFlashConfig) -> "ModelPair":
+        """The same models, drafting as `config` says. Raises UsageError for what this drafter cannot do."""
+        drafter = in_steps(self.drafter, config)
+        block_size = self.block_size if config.block_size is None else _block_size(drafter, config.block_size)
+        return replace(self, drafter=drafter, block_size=block_size)
 
     def new_session(self, *, draft: bool = True) -> Session:
         """Empty caches for one conversation. Without drafting the drafter's are left out."""

@@ -9,6 +9,9 @@ from dflash_mlx.drafters import draft_model, eagle3, mtp, ngram
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.config import parse_draft_config
 from dflash_mlx.drafters.contract import Drafter
+from dflash_mlx.drafters.denoising import DFlashConfig
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.drafters.dialects import other_kind
 from dflash_mlx.drafters.eagle3_checkpoint import is_eagle3, load_eagle3, parse_eagle3_config
 from dflash_mlx.drafters.medusa import is_medusa, load_medusa
@@ -85,6 +88,20 @@ def load(
         return draft_model.load_draft_model(folder, target, target_folder, dtype=dtype, places=places)
     drafter = load_drafter(folder, dtype=dtype)
     return WithNgram(drafter) if method is Method.dflash_ngram else drafter
+
+
+def in_steps(drafter: Drafter | None, drafting: DFlashConfig) -> Drafter | None:
+    """The same drafter, which drafts as `drafting` says. Raises UsageError for one that cannot take several steps."""
+    if isinstance(drafter, WithNgram):
+        inner = in_steps(drafter.drafter, drafting)
+        assert inner is not None
+        return WithNgram(inner)
+    if isinstance(drafter, DFlashDrafter) and not isinstance(drafter, DFlash2Drafter):
+        return drafter.drafting_as(drafting)
+    if drafting.diffusion_steps == 1:
+        return drafter
+    found = "a DFlash 2 drafter" if isinstance(drafter, DFlash2Drafter) else drafter.method if drafter else "no drafter"
+    raise UsageError(f"several denoising steps are for DFlash drafters; this pair has {found}. Leave --steps out.")
 
 
 def _method_of(raw: dict[str, Any]) -> Method:

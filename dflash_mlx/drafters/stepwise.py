@@ -21,7 +21,7 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, best_tokens
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, choose_tokens
 from dflash_mlx.drafters.row_state import RowState
 from dflash_mlx.targets.target import Target
 
@@ -181,12 +181,7 @@ class StepwiseState(RowState):
 
     def _choose(self, writers: Sequence[Writer], logits: mx.array, position: mx.array) -> mx.array:
         """A token of each row, (B,), by logits (B, 1, n) for the positions (B,)."""
-        if all(writer.is_plain_greedy for writer in writers):
-            return best_tokens(logits[:, 0], self.vocabulary).astype(mx.uint32)
-        proposals = [
-            writer.strategy.propose(logits[row], position[row], self.vocabulary) for row, writer in enumerate(writers)
-        ]
-        return mx.concatenate([proposal.tokens for proposal in proposals]).astype(mx.uint32)
+        return choose_tokens(writers, logits, position, self.vocabulary)[:, 0].astype(mx.uint32)
 
     def _right_before(self, at: mx.array) -> mx.array:
         """How many entries of each row are right when its anchor is at the positions `at` (B,); -1 when that is 0.
