@@ -144,7 +144,9 @@ class Outlook(Enum):
 class Drafter(Protocol):
     """A way of drafting, loaded."""
 
-    method: str
+    @property
+    def method(self) -> str:
+        """How it drafts, in a word or two: "dflash", "ngram", ..."""
 
     @property
     def places(self) -> int:
