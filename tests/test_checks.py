@@ -15,7 +15,7 @@ from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.contract import Nobody
 from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.errors import PairError
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

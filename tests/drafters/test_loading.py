@@ -14,12 +14,12 @@ from test_generation import make_pair
 from tiny import plain_tokens, tiny_target
 from tiny_families import family_target, unavailable
 
-from dflash_mlx import pair as pair_module
+from dflash_mlx import loading
 from dflash_mlx.drafters.loading import check
 from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.generation import generate
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 from dflash_mlx.sampling import SamplingParams
 
 NONE = Path("none")
@@ -27,7 +27,7 @@ NONE = Path("none")
 
 @pytest.fixture(autouse=True)
 def letters(monkeypatch):
-    monkeypatch.setattr(pair_module, "_load_tokenizer", lambda folder: make_pair().tokenizer)
+    monkeypatch.setattr(loading, "_load_tokenizer", lambda folder: make_pair().tokenizer)
 
 
 def write_target(folder, target):

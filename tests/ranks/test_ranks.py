@@ -13,7 +13,7 @@ from tiny import tiny_target
 from tiny_folder import write_drafter, write_target
 
 from dflash_mlx.generation import generate
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 from dflash_mlx.sampling import SamplingParams
 
 pytestmark = pytest.mark.slow
