@@ -20,8 +20,11 @@ from dflash_mlx.drafters.with_ngram import WithNgram
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError, UsageError
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.naming import is_drafter
+from dflash_mlx.hub.own_head import brings_head
 from dflash_mlx.targets.target import Target
 
+# How a DFlash drafter drafts unless the user says it: dflash, or dflash_ngram.
+_AUTO_FOR_DFLASH = Method.dflash
 # The places for which tokens are drafted in a round, and the most that may be asked for. The others have their own.
 _PLACES = {
     Method.eagle3: (eagle3.PLACES, eagle3.MOST_PLACES),
@@ -41,7 +44,7 @@ def check(folder: Path | None, method: Method, *, target_folder: Path, block_siz
         raw = read_json(folder / "config.json")
         found = _method_of(raw)
         if method is Method.auto:
-            method = found
+            method = _AUTO_FOR_DFLASH if found is Method.dflash else found
         elif found is not (Method.dflash if method is Method.dflash_ngram else method):
             raise UsageError(
                 f"--method {method.value} was asked for, and the drafter in {folder} is one for {found.value}. Leave "
@@ -52,7 +55,7 @@ def check(folder: Path | None, method: Method, *, target_folder: Path, block_siz
         elif found is Method.eagle3:
             parse_eagle3_config(raw)
     elif method is Method.auto:
-        method = Method.mtp if mtp.brings_head(target_folder) else Method.ngram
+        method = Method.mtp if brings_head(target_folder) else Method.ngram
     most = _PLACES[method][1] if method in _PLACES else None
     if block_size is not None and most is not None and not 2 <= block_size <= most + 1:
         raise UsageError(f"block size should be from 2 to {most + 1} for {method.value}; got {block_size}.")

@@ -20,15 +20,11 @@ from dflash_mlx.drafters.contract import DraftVocabulary
 from dflash_mlx.drafters.stepwise import StepwiseDrafter
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub.folder import read_json
-from dflash_mlx.hub.naming import families_of
+from dflash_mlx.hub.own_head import HEAD_FAMILIES, HEAD_TENSOR, further_layers
 from dflash_mlx.targets.target import Target
 
 # It was trained to see one token further, and what it says gets worse with each of its own.
 PLACES, MOST_PLACES = 3, 15
-# The model files of mlx-lm whose targets have such a head.
-_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-_NAME = re.compile(r"(?:^|\.)mtp\.(.+)$")
-_FURTHER_LAYER = re.compile(r"layers\.[1-9]")
 _EXPERT = re.compile(r"(.+\.mlp)\.experts\.(\d+)\.(\w+_proj)\.weight$")
 
 
@@ -100,10 +96,10 @@ def load_mtp(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLA
     `dtype` is the target's; weights may be quantized by MLX (see `checkpoint.filled`). Raises CheckpointError.
     """
     family = type(target.model).__module__.rpartition(".")[2]
-    if family not in _FAMILIES:
+    if family not in HEAD_FAMILIES:
         raise CheckpointError(
             f"the target is of the family {family}; heads for multi-token prediction are read for "
-            f"{', '.join(_FAMILIES)}. Choose another drafter, or run with --no-draft."
+            f"{', '.join(HEAD_FAMILIES)}. Choose another drafter, or run with --no-draft."
         )
     weights = with_stacked_experts(read_head(folder))
     if not weights:
@@ -111,8 +107,7 @@ def load_mtp(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLA
             f"the safetensors files in {folder} have no tensors mtp.*: conversions of models often leave them out. "
             "Name a folder that has them with --draft-model, choose another drafter, or run with --no-draft."
         )
-    further = sorted({name for name in weights if _FURTHER_LAYER.match(name)})
-    if further:
+    if further := further_layers(list(weights)):
         raise CheckpointError(
             f"the head in {folder} has more than one layer (mtp.{further[0]}), for which there is no code. Choose "
             "another drafter, or run with --no-draft."
@@ -126,13 +121,6 @@ def load_mtp(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLA
     return MTPDrafter(filled(network, weights, folder, quantization=quantization, dtype=dtype), target, places=places)
 
 
-def brings_head(folder: Path) -> bool:
-    """Whether a target's folder has a head that can be read here. Raises CheckpointError."""
-    known = set(families_of(read_json(folder / "config.json"))) & set(_FAMILIES)
-    head = read_head(folder) if known else {}
-    return bool(head) and not any(_FURTHER_LAYER.match(name) for name in head)
-
-
 def read_head(folder: Path) -> Weights:
     """The tensors `mtp.*` of a folder, without that part of their names, and with norms as MLX multiplies by them.
 
@@ -143,7 +131,7 @@ def read_head(folder: Path) -> Weights:
         for file in sorted(folder.glob("*.safetensors")):
             loaded: Any = mx.load(str(file), return_metadata=True)
             arrays, about = loaded
-            found = {name[1]: array for key, array in arrays.items() if (name := _NAME.search(key))}
+            found = {name[1]: array for key, array in arrays.items() if (name := HEAD_TENSOR.search(key))}
             less = 0.0 if about.get("format") == "mlx" else 1.0
             weights |= {name: array + less if "norm" in name else array for name, array in found.items()}
     except RuntimeError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.errors import CheckpointError, UsageError
-from dflash_mlx.hub.folder import check_folder, read_json
+from dflash_mlx.hub.folder import check_folder, read_json, tensors_of
 from dflash_mlx.hub.naming import is_drafter
 
 # mode -> (bits it can have, group sizes it can have); the first of each is the default.
@@ -220,9 +220,7 @@ def bits_per_weight(folder: Path) -> float | None:
     total_bits = weights = 0
     quantization = _quantization(read_json(folder / "config.json")) or {}
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
+        header = tensors_of(path)
         for name, entry in header.items():
             start, end = entry["data_offsets"]
             total_bits += (end - start) * 8
