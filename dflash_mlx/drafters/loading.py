@@ -42,7 +42,7 @@ def check(folder: Path | None, method: Method, *, target_folder: Path, block_siz
     """
     if folder is not None and method is not Method.mtp:
         raw = read_json(folder / "config.json")
-        found = _method_of(raw)
+        found = method_of(raw)
         if method is Method.auto:
             method = _AUTO_FOR_DFLASH if found is Method.dflash else found
         elif found is not (Method.dflash if method is Method.dflash_ngram else method):
@@ -107,7 +107,7 @@ def in_steps(drafter: Drafter | None, drafting: DFlashConfig) -> Drafter | None:
     raise UsageError(f"several denoising steps are for DFlash drafters; this pair has {found}. Leave --steps out.")
 
 
-def _method_of(raw: dict[str, Any]) -> Method:
+def method_of(raw: dict[str, Any]) -> Method:
     """The method that a folder with this config.json is for. Raises CheckpointError for kinds that are not run."""
     try:
         method = Method.eagle3 if is_eagle3(raw) else Method.medusa if is_medusa(raw) else None
