@@ -154,7 +154,8 @@ def _keep_head(source: Path, folder: Path, scheme: Scheme) -> None:
 
     from dflash_mlx.drafters.mtp import read_head, with_stacked_experts
 
-    head = with_stacked_experts(_expanded(read_head(source), _quantization(read_json(source / "config.json"))))
+    config = read_json(source / "config.json")
+    head = with_stacked_experts(_expanded(read_head(source, config), _quantization(config)))
     stored = {f"mtp.{name}": array for name, array in _stored(head, scheme).items()}
     mx.save_safetensors(str(folder / "mtp.safetensors"), stored, metadata={"format": "mlx"})
 

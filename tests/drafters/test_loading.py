@@ -89,7 +89,7 @@ def test_the_targets_own_head(tmp_path):
     pair = load_pair(model=folder, draft_model=str(tmp_path / "head"), method="mtp", dtype="float32")
     assert (pair.method, pair.block_size) == ("mtp", 4)
     assert is_plain(pair, target, 3)
-    with pytest.raises(CheckpointError, match=r"have no tensors mtp\.\*"):
+    with pytest.raises(CheckpointError, match="have no tensors of such a head"):
         load_pair(model=folder, method="mtp")
     (tmp_path / "head" / "model.safetensors").rename(tmp_path / "target" / "mtp.safetensors")
     assert load_pair(model=folder, method="mtp", dtype="float32", block_size=3).drafter.places == 2
