@@ -8,7 +8,9 @@ mlx-lm leaves its tensors out; here they are read beside the target.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +23,7 @@ from dflash_mlx.drafters.contract import DraftVocabulary
 from dflash_mlx.drafters.stepwise import StepwiseDrafter
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub.folder import read_json
-from dflash_mlx.hub.own_head import HEAD_FAMILIES, further_layers, name_in_head
+from dflash_mlx.hub.own_head import HEAD_FAMILIES, NAMED, further_layers, name_in_head
 from dflash_mlx.targets.target import Target
 
 # It was trained to see one token further, and what it says gets worse with each of its own.
@@ -46,7 +48,7 @@ class MTPNetwork(nn.Module):
         """Embeddings of tokens and the hidden states before them, both (B, L, D) -> hidden states (B, L, D)."""
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
         h = self.fc(mx.concatenate(parts, axis=-1))
-        h = self.layers[0](h, mask=create_attention_mask(h, cache), cache=cache)
+        h = self.layers[0](h, mask=create_attention_mask(h, cache, return_array=True), cache=cache)
         return self.norm(h) if self.norms_between else h
 
 
@@ -100,13 +102,13 @@ def load_mtp(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLA
 
     `dtype` is the target's; weights may be quantized by MLX (see `checkpoint.filled`). Raises CheckpointError.
     """
-    family = type(target.model).__module__.rpartition(".")[2]
+    family = family_of(target.model)
     if family not in HEAD_FAMILIES:
         raise CheckpointError(
             f"the target is of the family {family}; heads for multi-token prediction are read for "
             f"{', '.join(HEAD_FAMILIES)}. Choose another drafter, or run with --no-draft."
         )
-    weights = with_stacked_experts(read_head(folder, target.config))
+    weights = read_head(folder, target.config)
     if not weights:
         raise CheckpointError(
             f"the safetensors files in {folder} have no tensors of such a head (mtp.*, or a layer after the target's "
@@ -120,10 +122,10 @@ def load_mtp(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLA
         )
     text: Any = getattr(target.model, "language_model", target.model)
     kind: Any = type(target.layers[0])
-    # Qwen's is like the first of its layers with full attention, GLM's like its last layer.
-    interval = getattr(text.args, "full_attention_interval", None)
-    layer = kind(text.args, interval - 1 if interval else text.args.num_hidden_layers)
-    network = MTPNetwork(target.hidden_size, text.args.rms_norm_eps, layer, norms_between=interval is not None)
+    # One is like the target's first layer with full attention, the other like its last layer.
+    layer = kind(text.args, text.args.full_attention_interval - 1 if family in NAMED else text.args.num_hidden_layers)
+    network = MTPNetwork(target.hidden_size, text.args.rms_norm_eps, layer, norms_between=family in NAMED)
+    weights = as_layer(weights, target.model)
     quantization = read_json(folder / "config.json").get("quantization")
     return MTPDrafter(filled(network, weights, folder, quantization=quantization, dtype=dtype), target, places=places)
 
@@ -147,6 +149,22 @@ def read_head(folder: Path, config: dict[str, Any]) -> Weights:
     except RuntimeError as error:
         raise CheckpointError(f"cannot read the weights in {folder}: {error}. Fetch the folder again.") from error
     return weights
+
+
+def as_layer(weights: Weights, model: nn.Module) -> Weights:
+    """A head's tensors in the form in which a layer of its target (a model of mlx-lm) holds them."""
+    if family_of(model) in NAMED:
+        return with_stacked_experts(weights)
+    # mlx-lm's own reading of a checkpoint, for a model of one layer, puts attention, FP8 and experts into their form.
+    text: Any = model
+    alone = SimpleNamespace(args=replace(text.args, num_hidden_layers=1))
+    named = {f"model.{name}" if name.startswith("layers.") else name: array for name, array in weights.items()}
+    return {name.removeprefix("model."): array for name, array in type(text).sanitize(alone, named).items()}
+
+
+def family_of(model: nn.Module) -> str:
+    """The model file of mlx-lm that a model is of."""
+    return type(model).__module__.rpartition(".")[2]
 
 
 def with_stacked_experts(weights: Weights) -> Weights:

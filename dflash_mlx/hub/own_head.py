@@ -10,8 +10,9 @@ from dflash_mlx.hub.naming import families_of, text_config
 
 # The model files of mlx-lm whose targets' heads can be run (`drafters.mtp`): those with tensors `mtp.*`, and those that
 # store the head as one more of the target's layers.
-_NAMED, _ONE_MORE = ("qwen3_next", "qwen3_5", "qwen3_5_moe"), ("glm4_moe",)
-HEAD_FAMILIES = (*_NAMED, *_ONE_MORE)
+NAMED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+ONE_MORE = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+HEAD_FAMILIES = (*NAMED, *ONE_MORE)
 _MTP = re.compile(r"(?:^|\.)mtp\.(.+)$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 # Parts of such a layer that other layers do not have, by their names in `mtp.*`, and copies of the target's own.
@@ -34,7 +35,7 @@ def name_in_head(name: str, config: dict[str, Any]) -> str | None:
     """A tensor's name in the head, as in `mtp.*` without that part; None for those of the target with this config."""
     if found := _MTP.search(name):
         return found[1]
-    found = _LAYER.search(name) if set(families_of(config)) & set(_ONE_MORE) else None
+    found = _LAYER.search(name) if set(families_of(config)) & set(ONE_MORE) else None
     layer = int(found[1]) - int(text_config(config).get("num_hidden_layers") or 0) if found else -1
     if found is None or layer < 0:
         return None

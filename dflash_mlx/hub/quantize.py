@@ -148,14 +148,14 @@ def _stored(arrays: dict[str, Any], scheme: Scheme) -> dict[str, Any]:
     return stored
 
 
-def _keep_head(source: Path, folder: Path, scheme: Scheme) -> None:
+def _keep_head(source: Path, folder: Path, model: Any, scheme: Scheme) -> None:
     """Write a target's head for multi-token prediction, which mlx-lm leaves out, into a file of its own."""
     import mlx.core as mx
 
-    from dflash_mlx.drafters.mtp import read_head, with_stacked_experts
+    from dflash_mlx.drafters.mtp import as_layer, read_head
 
     config = read_json(source / "config.json")
-    head = with_stacked_experts(_expanded(read_head(source, config), _quantization(config)))
+    head = _expanded(as_layer(read_head(source, config), model), _quantization(config))
     stored = {f"mtp.{name}": array for name, array in _stored(head, scheme).items()}
     mx.save_safetensors(str(folder / "mtp.safetensors"), stored, metadata={"format": "mlx"})
 
@@ -214,7 +214,7 @@ def _convert_target(source: Path, folder: Path, scheme: Scheme) -> None:
     save_model(folder, model, donate_model=True)
     save_config(config, config_path=folder / "config.json")
     if brings_head(source):
-        _keep_head(source, folder, scheme)
+        _keep_head(source, folder, model, scheme)
 
 
 def _check_space(folder: Path, model: Any) -> None:
