@@ -181,7 +181,7 @@ def describe(spec: "PairSpec") -> dict[str, Any]:
         "target": str(spec.target),
         "drafter": "comes with dflash-mlx" if spec.drafter.kind == "shipped" else str(spec.drafter),
         "method": spec.method,
-        "methods": ["dflash", "dflash+ngram", *(["mtp"] if head else []), "ngram"],
+        "methods": ["dflash", "dflash+ngram", *(["mtp", "mtp+ngram"] if head else []), "ngram"],
         "brings_head": head,
         "gated": spec.drafter.gated or spec.target.gated,
         "disk_mb": spec.disk_mb,

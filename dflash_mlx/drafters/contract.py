@@ -230,6 +230,9 @@ class DraftState(Protocol):
         writers: one for each row.
         """
 
+    def withdraw(self) -> None:
+        """Take back what was proposed last: some rows will have other drafts verified."""
+
     def layers(self) -> list[Any]:
         """The caches of all rows, with everything that was kept so far."""
 

@@ -40,12 +40,12 @@ def check(folder: Path | None, method: Method, *, target_folder: Path, block_siz
     Refuses what cannot be used, before the target is loaded, which may take minutes. block_size: the largest block of a
     round, None for the drafter's own. Raises CheckpointError and UsageError.
     """
-    if folder is not None and method is not Method.mtp:
+    if folder is not None and method.alone is not Method.mtp:
         raw = read_json(folder / "config.json")
         found = method_of(raw)
         if method is Method.auto:
             method = _AUTO_FOR_DFLASH if found is Method.dflash else found
-        elif found is not (Method.dflash if method is Method.dflash_ngram else method):
+        elif found is not method.alone:
             raise UsageError(
                 f"--method {method.value} was asked for, and the drafter in {folder} is one for {found.value}. Leave "
                 "--method out, or name another drafter with --draft-model."
@@ -56,7 +56,7 @@ def check(folder: Path | None, method: Method, *, target_folder: Path, block_siz
             parse_eagle3_config(raw)
     elif method is Method.auto:
         method = Method.mtp if brings_head(target_folder) else Method.ngram
-    most = _PLACES[method][1] if method in _PLACES else None
+    most = _PLACES[method.alone][1] if method.alone in _PLACES else None
     if block_size is not None and most is not None and not 2 <= block_size <= most + 1:
         raise UsageError(f"block size should be from 2 to {most + 1} for {method.value}; got {block_size}.")
     return method
@@ -75,6 +75,21 @@ def load(
 
     dtype: that of the target's activations. Raises CheckpointError and PairError.
     """
+    drafter = _load_alone(
+        folder, method.alone, target=target, target_folder=target_folder, block_size=block_size, dtype=dtype
+    )
+    return drafter if drafter is None or method is method.alone else WithNgram(drafter)
+
+
+def _load_alone(
+    folder: Path | None,
+    method: Method,
+    *,
+    target: Target,
+    target_folder: Path,
+    block_size: int | None,
+    dtype: mx.Dtype,
+) -> Drafter | None:
     default, _ = _PLACES.get(method, (0, 0))
     places = default if block_size is None else block_size - 1
     if method is Method.ngram:
@@ -89,8 +104,7 @@ def load(
         return load_medusa(folder, target, dtype=dtype)
     if method is Method.draft_model:
         return draft_model.load_draft_model(folder, target, target_folder, dtype=dtype, places=places)
-    drafter = load_drafter(folder, dtype=dtype)
-    return WithNgram(drafter) if method is Method.dflash_ngram else drafter
+    return load_drafter(folder, dtype=dtype)
 
 
 def in_steps(drafter: Drafter | None, drafting: DFlashConfig) -> Drafter | None:

@@ -130,7 +130,7 @@ class StepwiseState(RowState):
 
     Entries are written by their index. What a draft writes after the anchor's entry stays where it is, and the next
     entries are written over it; so nothing has to be known of what was kept. The drafts that are verified after
-    `propose` have to be the first of those that it gave.
+    `propose` have to be the first of those that it gave, unless they were withdrawn.
     """
 
     def __init__(self, drafter: StepwiseDrafter, target: Target, rows: Rows) -> None:
@@ -178,6 +178,10 @@ class StepwiseState(RowState):
         # Without features its own drafts are read as the answer's tokens would be.
         self._right, self._missing, self._drafted = own, 0, 1 if self.drafter.shift else places
         return Drafted(mx.stack(tokens, axis=1), mx.concatenate(all_logits, axis=1))
+
+    def withdraw(self) -> None:
+        # The anchors' entries are right whatever comes after them.
+        self._drafted = min(self._drafted, 1)
 
     def _choose(self, writers: Sequence[Writer], logits: mx.array, position: mx.array) -> mx.array:
         """A token of each row, (B,), by logits (B, 1, n) for the positions (B,)."""

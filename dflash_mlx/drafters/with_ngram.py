@@ -13,8 +13,6 @@ from dflash_mlx.targets.target import Target
 
 # Drafts that are kept of the drafter's: what is assumed at first, and how fast newer rounds count more.
 _FIRST_KEPT, _FADE = 2.0, 0.8
-# Drafts that the text's promise is counted over.
-_PLACES = 16
 # The text has to promise so many drafts more: it is right less often where it is new.
 _MARGIN = 1.0
 
@@ -59,20 +57,20 @@ class WithNgram:
         self.drafter.read(target, tokens, features, caches)
 
     def open(self, target: Target, caches: list[Any], length: int) -> "WithNgramState":
-        return WithNgramState(self.drafter.open(target, caches, length))
+        return WithNgramState(self.drafter.open(target, caches, length), places=self.places)
 
     def blank(self, target: Target, rows: int, positions: int) -> "WithNgramState":
-        return WithNgramState(self.drafter.blank(target, rows, positions))
+        return WithNgramState(self.drafter.blank(target, rows, positions), places=self.places)
 
     def rehearsal(self) -> Drafter:
         return self.drafter.rehearsal()
 
 
 class WithNgramState:
-    """See `contract.DraftState`; `inner` is the drafter's."""
+    """See `contract.DraftState`; `inner` is the drafter's. places: the most tokens drafted for a round."""
 
-    def __init__(self, inner: DraftState) -> None:
-        self.inner, self.text = inner, NgramState(always=False)
+    def __init__(self, inner: DraftState, *, places: int) -> None:
+        self.inner, self.text, self._places = inner, NgramState(always=False), places
         self._kept: WeakKeyDictionary[Writer, _Kept] = WeakKeyDictionary()
 
     @property
@@ -83,7 +81,7 @@ class WithNgramState:
         return Outlook.HOST if any(map(self._prefers_text, writers)) else self.inner.outlook(writers)
 
     def _prefers_text(self, writer: Writer) -> bool:
-        return self.text.lookup(writer).promise(_PLACES) > self._kept_of(writer).mean + _MARGIN
+        return self.text.lookup(writer).promise(self._places) > self._kept_of(writer).mean + _MARGIN
 
     def _kept_of(self, writer: Writer) -> "_Kept":
         kept = self._kept.setdefault(writer, _Kept())
@@ -100,12 +98,16 @@ class WithNgramState:
         if all(chosen):
             return of_text
         drafted = self.inner.propose(writers, anchors, at, places, room=room)
+        self.inner.withdraw()
         rows = mx.array(chosen)[:, None]
         assert of_text.log_probs is not None
         return Drafted(
             mx.where(rows, of_text.tokens, drafted.tokens),
             log_probs=mx.where(rows, of_text.log_probs, drafted.confidence),
         )
+
+    def withdraw(self) -> None:
+        self.inner.withdraw()
 
     def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
         self.inner.extend(tokens, features, at, room=room, all_kept=all_kept)

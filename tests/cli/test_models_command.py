@@ -130,7 +130,7 @@ def test_the_ways_to_draft_of_a_pair(tmp_path, run):
         return describe(replace(find_pair("qwen3.5-4b"), target=target))
 
     own = described(folder_of(tmp_path / "whole", "qwen3_5", ["mtp.fc.weight"]))
-    assert (own["methods"], own["brings_head"]) == (["dflash", "dflash+ngram", "mtp", "ngram"], True)
+    assert (own["methods"], own["brings_head"]) == (["dflash", "dflash+ngram", "mtp", "mtp+ngram", "ngram"], True)
     without = described(folder_of(tmp_path / "converted", "qwen3_5", ["lm_head.weight"]))
     assert (without["methods"], without["brings_head"]) == (["dflash", "dflash+ngram", "ngram"], False)
     assert re.search(r"ways to draft: +dflash, dflash\+ngram, ngram\n", run("models", "show", "demo")[1])
