@@ -14,7 +14,7 @@ from dflash_mlx.decoding.accept import Coupled, Greedy, Rejection
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.engine import can_branch
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.drafters.contract import DraftVocabulary
+from dflash_mlx.drafters.contract import DraftVocabulary, Nobody
 from dflash_mlx.drafters.denoising import DFlashConfig, surest
 from dflash_mlx.drafters.dflash_state import draft_logits
 from dflash_mlx.drafters.loading import in_steps
@@ -104,6 +104,16 @@ def test_drafts_are_those_of_the_reference(steps, changes, strategy):
         assert np.abs(np.array(drafted.logits[row]) - logits).max() < 1e-4
         _, in_one_step = reference(target, drafter, prompt, [PLACES], strategy)
         assert np.abs(logits - in_one_step).max() > 0.1
+
+
+def test_passes_are_replayed_where_the_targets_are():
+    target, drafter = tiny_target("llama"), tiny_drafter().drafting_as(DFlashConfig(diffusion_steps=3))
+    found = []
+    for replays in (False, True):
+        target.set_replays(replays)
+        found.append(proposed(target, drafter, writer=Nobody()))
+    assert found[0].tokens.tolist() == found[1].tokens.tolist()
+    assert mx.allclose(found[0].logits, found[1].logits, atol=1e-4).item()
 
 
 @pytest.fixture(scope="module")

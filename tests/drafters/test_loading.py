@@ -55,6 +55,11 @@ def test_a_draft_model(tmp_path):
     assert (pair.method, pair.block_size) == ("draft_model", 5)
     assert is_plain(pair, target, 4)
     assert load_pair(model=folders[0], draft_model=folders[1], block_size=9, check=False).drafter.places == 8
+    both = load_pair(
+        model=folders[0], draft_model=folders[1], method="draft_model+ngram", block_size=4, dtype="float32"
+    )
+    assert (both.method, both.block_size) == ("draft_model+ngram", 4)
+    assert is_plain(both, target, 3)
 
 
 def test_an_eagle3_drafter(tmp_path):
@@ -113,6 +118,9 @@ def test_a_folder_says_how_to_draft_with_it(raw, method, tmp_path):
     assert check(folder, Method.auto, target_folder=NONE, block_size=None) is method
     assert check(folder, method, target_folder=NONE, block_size=3) is method
     assert check(folder, Method.mtp, target_folder=NONE, block_size=3) is Method.mtp
+    both = Method(f"{method.value}+ngram")
+    assert (both.alone, both.has_drafter) == (method, True)
+    assert check(folder, both, target_folder=NONE, block_size=3) is both
     other = Method.dflash if method is not Method.dflash else Method.eagle3
     with pytest.raises(UsageError, match=f"--method {other.value} was asked for, and .* is one for {method.value}"):
         check(folder, other, target_folder=NONE, block_size=None)
