@@ -186,6 +186,13 @@ def test_the_readme_is_short_and_lists_every_page() -> None:
     assert {name for name in DOCUMENTS if name.startswith("docs/")} == linked
 
 
+def test_the_site_shows_every_page() -> None:
+    """What `make site` would find, without MkDocs."""
+    shown = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(DOCUMENTS) <= set(shown)
+    assert [page for page in shown if not (ROOT / page).is_file()] == []
+
+
 def test_the_public_names_are_described() -> None:
     """Every name, every argument and every field is in the section about it."""
     sections = dict(re.findall(r"^##+ ([^\n]+)\n(.*?)(?=^##|\Z)", API, re.MULTILINE | re.DOTALL))
