@@ -182,6 +182,11 @@ def explain(error: Exception) -> tuple[str, int]:
         return f"{error.strerror}{where}", 1
     if isinstance(error, MemoryError) or "malloc" in str(error) or "out of memory" in str(error).lower():
         return f"not enough memory ({error}); close other programs or take a smaller model", 1
+    if isinstance(error, ImportError) and "libcuda" in str(error):
+        return (
+            f"MLX was installed for NVIDIA GPUs, and this machine lacks their driver ({error}); install it",
+            1,
+        )
     found = f"{type(error).__name__}: {error}"
     return f"{found} - this is a bug in dflash-mlx, please report it; --debug shows where it happened", 1
 

@@ -205,11 +205,10 @@ def _linux_advice(facts: Backend) -> list[str]:
             "sudo apt-get install libopenblas0-pthread (Fedora: sudo dnf install openblas-threads)"
         )
     if _output_of("nvidia-smi", "-L"):
-        # The CPU's and the GPU's build of MLX are one file in two packages; the one that was installed last counts.
+        # The CPU's and the GPU's build of MLX are one file in two packages: it goes with the first that is removed.
         advice.append(
-            "this machine has an NVIDIA GPU and MLX was installed for the CPU: "
-            f"pip install 'mlx[cuda13]=={facts.mlx_version}', then "
-            f"pip install --force-reinstall --no-deps mlx-cuda-13=={facts.mlx_version}"
+            "this machine has an NVIDIA GPU and MLX was installed for the CPU: pip uninstall mlx-cpu mlx-cuda-13, then "
+            f"pip install 'mlx[cuda13]=={facts.mlx_version}'"
         )
     return advice
 
