@@ -142,8 +142,7 @@ def read_tools(fields: Fields, tokenizer: Any) -> Offer:
             raise tool.wrong("function", "an object")
         tools.append(function_tool(function))
         tool.done()
-    choice, only = read_choice(fields)
-    return offer(tools, choice, fields.flag("parallel_tool_calls", True), tokenizer, only=only)
+    return offer(tools, read_choice(fields), fields.flag("parallel_tool_calls", True), tokenizer)
 
 
 async def prepare(service: Service, asked: ChatRequest) -> Order:
