@@ -12,11 +12,10 @@ import mlx.core as mx
 from dflash_mlx.answer import Answer, GenerationResponse, fitting_max_tokens, require_possible
 from dflash_mlx.answering import Answering
 from dflash_mlx.decoding.fork import can_cut, fork
-from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.errors import PromptError
 from dflash_mlx.pair import ModelPair
-from dflash_mlx.scoring import score
+from dflash_mlx.scoring import ScoredToken, score
 from dflash_mlx.server.fair_queue import FairQueue
 from dflash_mlx.server.memory import MemoryBudget, Need, total_need
 from dflash_mlx.server.prefix_cache import PrefixCache
@@ -41,7 +40,7 @@ class _Running:
     need: Need
     started_at: float
     answer: Answer | None = None
-    scoring: Iterator[list[TokenLogprob]] | None = None  # of its prompt, which comes before the answer
+    scoring: Iterator[list[ScoredToken]] | None = None  # of its prompt, which comes before the answer
     newest_at: float = 0.0  # when its newest tokens came
 
     @property
