@@ -37,6 +37,11 @@ const sidebar = new Sidebar({
   current: () => chat.conversation,
   open: (id) => open(store.load(id) ?? store.newConversation()),
   startNew: () => open(store.newConversation()),
+  add: (conversation) => {
+    open(conversation);
+    chat.keep();
+    changed();
+  },
   rename: (id, title) => {
     chat.conversation.title = title;
     chat.keep();
