@@ -19,7 +19,7 @@ from dflash_mlx.wired import wired
 News = GenerationResponse | Exception | tuple[int, int]
 # Reading prompts may take so many times as long as a round, while answers are running: their tokens then come at most
 # this much later.
-_READING = 1.5
+_READING = 1.0
 _SMALLEST_CHUNK = 8
 # Prompts that are read in one pass are filled up to the longest, which may make the pass this much longer.
 _PADDING = 1.25
