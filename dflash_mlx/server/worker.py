@@ -14,7 +14,7 @@ from dflash_mlx.answering import Answering
 from dflash_mlx.decoding.fork import can_cut, fork
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.errors import PromptError
-from dflash_mlx.pair import ModelPair
+from dflash_mlx.pair import ModelPair, Report
 from dflash_mlx.scoring import ScoredToken, score
 from dflash_mlx.server.fair_queue import FairQueue
 from dflash_mlx.server.memory import MemoryBudget, Need, total_need
@@ -63,7 +63,8 @@ class Worker:
     draft=False refuses to draft at all. max_queue: jobs that may wait beside those in progress, of which there are
     at most max_active, by default as many as this machine gains by. cache_bytes: for the prefix cache, by default half
     of what the models leave over. memory_bytes: what models, caches and answers may take, by default most of the
-    machine's memory. width: drafts a round; None chooses by measured speed.
+    machine's memory. width: drafts a round; None chooses by measured speed. report(message, None) tells what is done
+    before the first answer.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class Worker:
         cache_bytes: int | None = None,
         memory_bytes: int | None = None,
         width: int | None = None,
+        report: Report | None = None,
     ) -> None:
         self.pair = pair
+        self._report = report
         self.draft = draft and pair.drafter is not None
         self.max_queue, self.width = max_queue, width
         self._max_active_wanted = max_active
@@ -196,11 +199,11 @@ class Worker:
     def _prepare(self) -> None:
         together = self.pair.target.takes_rows()
         if self.draft and self.width is None:
-            self.pair.round_costs()
+            self.pair.round_costs(self._report)
         most = self._max_active_wanted or (_MOST_ACTIVE if together else _MOST_APART)
         self._answering = Answering(self.pair, draft=self.draft, width=self.width, most_lanes=most)
         if self._max_active_wanted is None and together and self.draft and self.width is None:
-            most = worthwhile_lanes(self.pair.group_costs(most).plain)
+            most = worthwhile_lanes(self.pair.group_costs(most, self._report).plain)
         self._memory.measure(draft=self.draft)
         with self._changed:
             self.max_active = most

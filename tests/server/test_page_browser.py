@@ -275,6 +275,23 @@ def test_settings_reach_the_server(visit):
         assert browser.text("#model-line").startswith("other")
 
 
+@pytest.mark.parametrize(("mode", "drafts"), [("dflash", True), ("ngram", True), ("plain", False)])
+def test_the_switch_is_for_servers_that_draft(visit, mode, drafts):
+    with running(FakeWorker(mode=mode)) as server:
+        browser = visit(server)
+        browser.until(lambda: browser.find("#draft").is_enabled() == drafts)
+        assert browser.find("#draft").get_attribute("aria-checked") == str(drafts).lower()
+
+
+def test_a_server_that_is_not_ready(visit):
+    worker = FakeWorker(ready=False)
+    with running(worker) as server:
+        browser = visit(server, allow="status of 503")
+        browser.until(lambda: "measures this machine first" in browser.text("#model-line"))
+        worker.ready = True
+        browser.until(lambda: "stay in this browser" in browser.text("#model-line"))
+
+
 def test_the_key(visit):
     """It is asked for, refused when wrong, kept for the tab, and sent with every request."""
     with running(policy=Policy(keys=("right",))) as server:
