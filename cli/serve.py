@@ -177,7 +177,7 @@ def serve_command(
                 max_active=max_active,
                 cache_bytes=_bytes(cache_gb),
                 memory_bytes=_bytes(memory_gb),
-                report=lambda message, _: note(f"{message}; answers come after that"),
+                report=lambda message, _: note(message),
             ),
             names=tuple(dict.fromkeys((served_name(opened), *_aliases(pair), *(alias or ())))),
             defaults=Defaults(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p),

@@ -209,6 +209,8 @@ class Worker:
             self.max_active = most
             self._cache.limit_bytes = self._memory.room // 2 if self._cache_bytes is None else self._cache_bytes
             self._ready = True
+        if self._report is not None:
+            self._report("ready to answer", None)
 
     def _admit(self) -> bool:
         """Start waiting jobs while there is room, and wait for one when there is nothing to do; False to stop."""

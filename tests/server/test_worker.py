@@ -358,7 +358,7 @@ def test_how_many_at_a_time(monkeypatch):
     monkeypatch.setattr(ModelPair, "round_costs", lambda pair, report: report("measuring", None))
     said = []
     assert limit_of(pair, report=lambda message, _: said.append(message)) == 8
-    assert said == ["measuring"]
+    assert said == ["measuring", "ready to answer"]
     monkeypatch.setattr(ModelPair, "group_costs", never)
     assert limit_of(pair, width=4) == 32
     assert limit_of(pair, width=4, max_active=7) == 7
