@@ -61,7 +61,7 @@ def chat_command(
     share of drafts that were kept, and the last rounds as bars. Ctrl-C stops an answer; /help lists the commands.
     On a terminal Markdown is shown with styles (--plain: as written), and conversations are kept on this disk,
     readable by you alone (--no-save: not at all); --continue goes on with the newest one.
-    Without --pair and --model it is the default pair that answers; see dflash-mlx default.
+    Without --pair and --model the default pair answers; see dflash-mlx default.
     """
     from dflash_mlx.hub.registry import cache_home
 

@@ -33,12 +33,23 @@ def styled(text: str, style: str, stream: TextIO) -> str:
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
 
 
-def note(text: str, *, style: str = "dim") -> None:
-    """Words on stderr, broken between words where a terminal is narrow."""
-    if is_terminal(sys.stderr):
-        room = max(20, terminal_width() - 1)
-        text = "\n".join("\n".join(textwrap.wrap(line, room)) for line in text.split("\n"))
-    print(styled(text, style, sys.stderr), file=sys.stderr, flush=True)
+def wrapped(text: str, stream: TextIO, *, indent: int = 0) -> str:
+    """Text broken between words where `stream` is a narrow terminal; all lines but the first are indented.
+
+    Commands in backticks stay whole, so that they can be copied.
+    """
+    if not is_terminal(stream):
+        return text
+    room = max(indent + 20, terminal_width() - 1)
+    text = re.sub(r"`[^`]*`", lambda command: command[0].replace(" ", "\0"), text)
+    wrapper = textwrap.TextWrapper(room, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrapper.fill(line) for line in text.split("\n")).replace("\0", " ")
+
+
+def note(text: str, *, style: str = "dim", copyable: bool = False) -> None:
+    """Words on stderr, broken between words where a terminal is narrow. copyable: a command to copy, in one piece."""
+    words = text if copyable else wrapped(text, sys.stderr)
+    print(styled(words, style, sys.stderr), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
