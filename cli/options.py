@@ -124,7 +124,8 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Compute each token the same way in every pass: slower, but drafting then changes no token in any precision.",
+        help="Compute each token the same way in every pass. Drafting then changes no token in any precision. It is "
+        "slower.",
         rich_help_panel=MODELS,
     ),
 ]
