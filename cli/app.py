@@ -29,7 +29,7 @@ from dflash_mlx.cli import (
     serve,
     train,
 )
-from dflash_mlx.cli.output import styled
+from dflash_mlx.cli.output import marked, styled
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.ranks import started_together
 
@@ -160,7 +160,7 @@ def _run(argv: list[str] | None) -> int:
         if debug:
             traceback.print_exc()
         message, code = explain(error)
-        _say(styled("error:", "red", sys.stderr) + " " + " ".join(message.split()), None)
+        _say(marked("error:", message, "red", sys.stderr), None)
         return code
 
 

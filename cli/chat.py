@@ -11,7 +11,7 @@ from dflash_mlx.cli.default import sampling_defaults, with_default
 from dflash_mlx.cli.kept import list_kept, new_path
 from dflash_mlx.cli.line_input import LineInput
 from dflash_mlx.cli.live import LiveText, quiet_keyboard
-from dflash_mlx.cli.output import note, styled, summary
+from dflash_mlx.cli.output import marked, note, summary
 from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import DFlashError, UsageError
 
@@ -164,7 +164,7 @@ def talk(conversation: Conversation, lines: LineInput, *, stats: bool, markdown:
             # A turn that cannot be answered does not end the conversation, unless nobody is there to rephrase it.
             if not lines.interactive:
                 raise
-            print(styled("error:", "red", sys.stderr) + f" {error}", file=sys.stderr, flush=True)
+            print(marked("error:", str(error), "red", sys.stderr), file=sys.stderr, flush=True)
 
 
 def take_turn(

@@ -132,7 +132,7 @@ def show_command(name: Name, as_json: options.Json = False) -> None:
     }
     for key, label in _LABELS.items():
         if words[key] not in ("", []):
-            print(wrapped(f"{label + ':':<20}{_words(words[key])}", sys.stdout, indent=20))
+            print(wrapped(f"{label + ':':<20}{_words(words[key])}", sys.stdout))
     for other in pair["other_targets"]:
         print(f"{'other target:':<20}{other}")
 

@@ -33,17 +33,30 @@ def styled(text: str, style: str, stream: TextIO) -> str:
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
 
 
-def wrapped(text: str, stream: TextIO, *, indent: int = 0) -> str:
-    """Text broken between words where `stream` is a narrow terminal; all lines but the first are indented.
+def wrapped(text: str, stream: TextIO) -> str:
+    """Text broken between words where `stream` is a narrow terminal.
 
-    Commands in backticks stay whole, so that they can be copied.
+    A line in columns, which have two or more spaces between them, goes on under its last column. Commands in backticks
+    stay whole, so that they can be copied.
     """
     if not is_terminal(stream):
         return text
-    room = max(indent + 20, terminal_width() - 1)
-    text = re.sub(r"`[^`]*`", lambda command: command[0].replace(" ", "\0"), text)
-    wrapper = textwrap.TextWrapper(room, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(wrapper.fill(line) for line in text.split("\n")).replace("\0", " ")
+    room = max(20, terminal_width() - 1)
+    lines = []
+    for line in text.split("\n"):
+        columns = re.match(r"(.*\S)? {2,}(?=\S)", line)
+        indent = columns.end() if columns and columns.end() < room - 20 else 0
+        whole = re.sub(r"`[^`]*`", lambda command: command[0].replace(" ", "\0"), line)
+        wrapper = textwrap.TextWrapper(
+            room, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+        lines.append(wrapper.fill(whole).replace("\0", " "))
+    return "\n".join(lines)
+
+
+def marked(mark: str, text: str, style: str, stream: TextIO) -> str:
+    """A message that begins with a word in colour, such as "error:"."""
+    return styled(mark, style, stream) + wrapped(f"{mark} {' '.join(text.split())}", stream).removeprefix(mark)
 
 
 def note(text: str, *, style: str = "dim", copyable: bool = False) -> None:

@@ -34,7 +34,7 @@ def test_narrow_terminals_break_lines_between_words_but_not_in_commands(monkeypa
     monkeypatch.setattr(output, "terminal_width", lambda: 31)
     text = "name:   a word and another-one that is long: `dflash-mlx models list --all` lists\nmore"
     assert output.wrapped(text, io.StringIO()) == text
-    lines = output.wrapped(text, Terminal(), indent=8).split("\n")
+    lines = output.wrapped(text, Terminal()).split("\n")
     assert "".join(lines).replace(" ", "") == text.replace(" ", "").replace("\n", "")
     assert max(len(line) for line in lines if "`" not in line) <= 30
     assert "        `dflash-mlx models list --all`" in lines
