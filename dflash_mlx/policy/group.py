@@ -20,7 +20,7 @@ from dflash_mlx.policy.width import FADE, FEW_WIDTHS, HYSTERESIS, AcceptanceEsti
 # From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait: the
 # host has much to do for many lanes, and then does it while the device is idle.
 _STEEP = 2.0
-# After so many rounds whose drafts were not worth it, so many are made without drafting; more each time.
+# After this many rounds whose drafts were not worth it, this many are made without drafting; more each time.
 _MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 16, 256
 
 
@@ -55,7 +55,7 @@ class GroupCosts:
     _drift: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
 
     def round(self, lanes: int, width: int, *, drafted: int | None = None) -> float:
-        """A round of so many lanes that verifies `width` drafts of `drafted` places each (as many, when None)."""
+        """A round of this many lanes that verifies `width` drafts of `drafted` places each (as many, when None)."""
         drafted = width if drafted is None else drafted
         drafting = interpolate(self.draft, lanes * (drafted + 1)) if drafted else 0.0
         rows = lanes * (width + 1)

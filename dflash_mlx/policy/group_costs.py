@@ -21,7 +21,7 @@ from dflash_mlx.targets.target import Target
 _SCHEMA = 2
 _PROMPT_TOKENS = 64
 _TIMED, _SECONDS_A_POINT = 5, 0.25
-# Where a pass of single rows takes this long, measuring stops after about so many seconds; the rest is interpolated.
+# Where a pass of single rows takes this long, measuring stops after about this many seconds; the rest is interpolated.
 _SLOW, _SECONDS_TO_SPEND = 0.03, 10.0
 # Rows of each lane that are tried: an anchor and its drafts.
 _ROWS = (2, 4, 8, 16)

@@ -3,8 +3,8 @@
 _FADE = 0.9
 # So much must sizes differ, as a share of their mean, before a pass's own part can be told from its tokens'.
 _SPREAD = 0.2
-# Once some passes are known, one that takes much longer than expected counts as so many times that only: a GPU compiles
-# for a new shape.
+# Once some passes are known, one that takes much longer than expected counts as this many times that only: a GPU
+# compiles for a new shape.
 _KNOWN, _MOST_SURPRISE = 3, 3.0
 
 
@@ -26,7 +26,7 @@ class ReadingTimes:
         return self.a_token > 0
 
     def observe(self, tokens: int, seconds: float, *, whole: bool) -> None:
-        """A pass over so many tokens; whole: of prompts of which nothing was known, up to their ends."""
+        """A pass over this many tokens; whole: of prompts of which nothing was known, up to their ends."""
         if whole:
             self._fit(tokens, seconds)
         pace = max(seconds - self.fixed, 0.1 * seconds) / tokens

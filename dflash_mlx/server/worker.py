@@ -28,7 +28,7 @@ __all__ = ["Job", "QueueFullError", "Ticket", "TooLargeError", "Worker", "Worker
 _WORTH_WAITING = 64
 # Answers at a time, unless the caller says otherwise: the most that are tried, and where they are made one by one.
 _MOST_ACTIVE, _MOST_APART = 32, 4
-# Twice as many answers at a time must give so many times as many tokens a second.
+# Twice as many answers at a time must give this many times as many tokens a second.
 _WORTH_DOUBLING = 1.1
 
 
