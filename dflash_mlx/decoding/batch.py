@@ -237,7 +237,7 @@ def rows_for(lanes: int) -> int:
 
 
 def reading_shape(prompts: int, tokens: int) -> tuple[int, int]:
-    """How many rows of how many tokens to feed, for `prompts` prompts of at most `tokens` tokens: few shapes on CUDA."""
+    """How many rows of how many tokens to feed for prompts of at most this many tokens: few shapes on CUDA."""
     if backend().kind != "cuda":
         return prompts, tokens
     return rows_for(prompts), -(-tokens // _READING_STEP) * _READING_STEP

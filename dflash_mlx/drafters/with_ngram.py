@@ -1,22 +1,23 @@
 """A drafter together with drafting from the text itself: in each round the one that is expected to be kept further."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.drafters.contract import Drafted, Drafter, DraftState, DraftVocabulary, Outlook, Writer
-from dflash_mlx.drafters.ngram import NgramState
+from dflash_mlx.drafters.ngram import Lookup, NgramState
 from dflash_mlx.targets.target import Target
 
-# Drafts that are kept of the drafter's: what is assumed at first, and how fast newer rounds count more.
-_FIRST_KEPT, _FADE = 2.0, 0.8
+# Drafts that are kept of the drafter's, and that are taken to be kept of the text's as promised: what is assumed at
+# first, and how fast newer rounds count more.
+_FIRST_KEPT, _FIRST_TOLD, _FADE = 2.0, 4.0, 0.8
 # Drafts that the text's promise is counted over.
-_PLACES = 16
-# The text has to promise so many drafts more: it is right less often where it is new.
-_MARGIN = 1.0
+_PLACES = 15
+# So many times as many tokens the text has to promise: where it drafts, the next round waits for the host.
+_MARGIN = 1.3
 
 
 class WithNgram:
@@ -83,17 +84,18 @@ class WithNgramState:
         return Outlook.HOST if any(map(self._prefers_text, writers)) else self.inner.outlook(writers)
 
     def _prefers_text(self, writer: Writer) -> bool:
-        return self.text.lookup(writer).promise(_PLACES) > self._kept_of(writer).mean + _MARGIN
+        lookup, kept = self.text.lookup(writer), self._kept_of(writer)
+        return 1 + lookup.promise(_PLACES) * kept.honesty > _MARGIN * (1 + kept.mean)
 
     def _kept_of(self, writer: Writer) -> "_Kept":
         kept = self._kept.setdefault(writer, _Kept())
-        kept.note(len(self.text.lookup(writer).tokens))
+        kept.note(self.text.lookup(writer))
         return kept
 
     def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
         chosen = [self._prefers_text(writer) for writer in writers]
         for writer, by_text in zip(writers, chosen, strict=True):
-            self._kept_of(writer).begin(by_drafter=not by_text)
+            self._kept_of(writer).begin(self.text.lookup(writer), by_text=by_text)
         if not any(chosen):
             return self.inner.propose(writers, anchors, at, places, room=room)
         of_text = self.text.propose(writers, anchors, at, places, room=room)
@@ -132,20 +134,39 @@ class WithNgramState:
 
 
 class _Kept:
-    """How many of the drafter's own drafts an answer keeps in a round, by how its text grows."""
+    """How many drafts an answer keeps in a round, by how its text grows.
+
+    mean: of the drafter's own. honesty: of the text's, by those it promised, at most 1. Where words come again around
+    another number, say, the text is wrong each time, though it is right of the words.
+    """
 
     def __init__(self) -> None:
         self.mean = _FIRST_KEPT
+        self._kept = self._told = _FIRST_TOLD
+        # Of the round on its way: the text's length before it, what the text promised and how much of it was equal.
         self._length = 0
-        self._by_drafter = False
+        self._promise, self._equal = 0.0, 0
+        self._drafts: Literal["text", "drafter", None] = None
 
-    def note(self, length: int) -> None:
-        """The text has so many tokens now: the drafts kept since the last time, and the target's own token."""
+    @property
+    def honesty(self) -> float:
+        return min(self._kept / self._told, 1.0)
+
+    def note(self, lookup: Lookup) -> None:
+        """What has come since the last time: the drafts kept, and the target's own token."""
+        length = len(lookup.tokens)
         grown, self._length = length - self._length, length
-        if grown > 0 and self._by_drafter:
+        if grown <= 0:
+            return
+        if self._drafts == "drafter":
             self.mean = _FADE * self.mean + (1 - _FADE) * (grown - 1)
-            self._by_drafter = False
+        elif self._drafts == "text" and lookup.length < self._equal + grown:
+            # The text went on differently. Where it did not, fewer drafts were verified than it promised.
+            self._kept = _FADE * self._kept + grown - 1
+            self._told = _FADE * self._told + self._promise
+        self._drafts = None
 
-    def begin(self, *, by_drafter: bool) -> None:
-        """A round is drafted for."""
-        self._by_drafter = by_drafter
+    def begin(self, lookup: Lookup, *, by_text: bool) -> None:
+        """A round is drafted for, by the text or by the drafter."""
+        self._drafts = "text" if by_text else "drafter"
+        self._promise, self._equal = lookup.promise(_PLACES), lookup.length

@@ -100,7 +100,7 @@ def _mlx_lm_knows(model_type: str) -> bool:
     """Whether mlx-lm has a class for the type, without importing mlx-lm unless its list of other names is needed."""
     package = importlib.util.find_spec("mlx_lm")
     places = package.submodule_search_locations if package else None
-    if any((Path(place) / "models" / f"{model_type}.py").is_file() for place in places or ()):
+    if any(model_type == file.stem for place in places or () for file in (Path(place) / "models").glob("*.py")):
         return True
     from mlx_lm.utils import MODEL_REMAPPING
 

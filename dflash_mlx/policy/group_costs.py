@@ -3,24 +3,28 @@
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.batch import Batch
+from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import propose
 from dflash_mlx.drafters.contract import Drafter
-from dflash_mlx.policy.group import GroupCosts, rising
+from dflash_mlx.policy.group import FixedGroup, GroupCosts, rising
 from dflash_mlx.policy.stored import fingerprint, read_stored, store
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 2
+_SCHEMA = 3
 _PROMPT_TOKENS = 64
-_TIMED, _SECONDS_A_POINT = 5, 0.25
+_WARM_UP, _TIMED, _SECONDS_A_POINT = 1, 5, 0.25
+# A draft that is waited for takes longer than its share of a round, of which it is taken to be this much at most.
+_MOST_DRAFTING = 0.5
 # Where a pass of single rows takes this long, measuring stops after about this many seconds; the rest is interpolated.
 _SLOW, _SECONDS_TO_SPEND = 0.03, 10.0
 # Rows of each lane that are tried: an anchor and its drafts.
@@ -51,24 +55,31 @@ def load_or_measure_group(
 
 
 def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: int) -> GroupCosts:
-    """Time passes of both models over the rows of 2, 4, 8, ... lanes."""
+    """Time rounds of 2, 4, 8, ... lanes the way they will run, queued one after another, and drafts alone."""
     started = time.perf_counter()
     plain: dict[int, float] = {}
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
+    widths = [rows - 1 for rows in _ROWS if rows <= places + 1]
     lanes = 2
     while lanes <= most_lanes:
         batch = _batch_of(target, drafter, lanes)
-        plain[lanes] = _seconds(_verify, batch, 1)
-        for rows in _ROWS:
-            if rows > places + 1:
-                break
-            if lanes * rows not in verify:
-                verify[lanes * rows] = _seconds(_verify, batch, rows)
-                draft[lanes * rows] = _seconds(_draft, batch, rows)
+        drafts = {width: _seconds(partial(_draft, batch, width)) for width in widths}
+        policy = FixedGroup(0)
+        engine = Engine(target, drafter, policy=policy)
+        engine.join_all(batch)
+        plain[lanes] = _round_seconds(engine, policy, 0)
+        for width in widths:
+            rows = lanes * (width + 1)
+            if rows not in verify:
+                seconds = _round_seconds(engine, policy, width)
+                draft[rows] = min(drafts[width], _MOST_DRAFTING * seconds)
+                verify[rows] = seconds - draft[rows]
             # Not even if every draft were kept would a wider round be worth it.
-            if verify[lanes * rows] > rows * plain[lanes]:
+            if verify[rows] > (width + 1) * plain[lanes]:
                 break
+        for lane in engine.lanes:
+            engine.leave(lane)
         # A GPU compiles at first, which is no reason to stop; slow passes are.
         if plain[lanes] > _SLOW and time.perf_counter() - started > _SECONDS_TO_SPEND:
             break
@@ -83,35 +94,41 @@ def _batch_of(target: Target, drafter: Drafter, lanes: int) -> Batch:
     for _ in range(lanes):
         session = Session(target, drafter)
         session.feed(prompt[:-1])
-        arriving.append(
-            Lane(session=session, prompt=prompt, strategy=Greedy(), policy=FixedWidth(0), max_tokens=1, eos_ids=set())
+        # More tokens than all rounds can gain.
+        lane = Lane(
+            session=session,
+            prompt=prompt,
+            strategy=Greedy(),
+            policy=FixedWidth(0),
+            max_tokens=_PROMPT_TOKENS * (_WARM_UP + _TIMED) * sum(_ROWS),
+            eos_ids=set(),
         )
-    batch.arrange([Batch.of(lane, drafter) for lane in arriving])
+        arriving.append(Batch.of(lane, drafter))
+    batch.arrange(arriving)
     return batch
 
 
-def _verify(batch: Batch, rows: int) -> None:
-    assert batch.caches is not None
-    lanes = len(batch.rows)
-    block = mx.full((lanes, rows), 1, dtype=mx.uint32)
-    logits, features = batch.caches.feed(batch.model, block, at=batch.at, room=_PROMPT_TOKENS + max(_ROWS))
-    batch.caches.commit(rows, [1] * lanes)
-    mx.eval(mx.argmax(logits, axis=-1), features)
-
-
-def _draft(batch: Batch, rows: int) -> None:
+def _draft(batch: Batch, width: int) -> None:
     assert batch.state is not None
     room = _PROMPT_TOKENS + max(_ROWS)
-    drafted = propose(batch.rows, batch.state, rows - 1, anchors=batch.anchors, at=batch.at, room=room)
+    drafted = propose(batch.rows, batch.state, width, anchors=batch.anchors, at=batch.at, room=room)
     mx.eval(drafted.tokens)
 
 
-def _seconds(work: Callable[[Batch, int], None], batch: Batch, rows: int) -> float:
+def _round_seconds(engine: Engine, policy: FixedGroup, width: int) -> float:
+    policy.width = width
+    # One round of the width before is on its way.
+    for _ in range(_WARM_UP):
+        engine.advance()
+    return _seconds(engine.advance)
+
+
+def _seconds(work: Callable[[], object]) -> float:
     """The median of a few runs, after one to warm up; of more where they are quick, since GPUs stall at first."""
-    work(batch, rows)
+    work()
     times: list[float] = []
     while len(times) < _TIMED and (len(times) < 2 or len(times) * min(times) < _SECONDS_A_POINT):
         started = time.perf_counter()
-        work(batch, rows)
+        work()
         times.append(time.perf_counter() - started)
     return statistics.median(times)

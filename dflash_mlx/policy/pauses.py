@@ -1,5 +1,7 @@
 """Resting from drafting where it does not pay."""
 
+from dataclasses import dataclass
+
 # The time drafting may lose, in plain steps, before it pauses, and the pauses' lengths in tokens.
 _MAX_LOSS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
@@ -11,6 +13,24 @@ _ERRORS = 1.5
 _VARIANCE, _VARIANCE_WEIGHT = 1.0, 4.0
 
 
+@dataclass
+class Patience:
+    """What an answer leaves to the next one: whether drafting has `failed`, that is paused, and not paid since.
+
+    Then it may lose half as much time before it pauses, and chance is less of an excuse.
+    """
+
+    failed: bool = False
+
+    @property
+    def limit(self) -> float:
+        return _MAX_LOSS / 2 if self.failed else _MAX_LOSS
+
+    @property
+    def errors(self) -> float:
+        return _ERRORS / 3 if self.failed else _ERRORS
+
+
 class Pauses:
     """When drafting has lost more time than it may, rest for a number of tokens; longer each time it fails again.
 
@@ -19,11 +39,11 @@ class Pauses:
     of bad luck is no reason: the last 20 or so rounds have to be slower than plain decoding by more than chance.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: Patience | None = None) -> None:
+        self.patience = patience or Patience()
         self.resting = 0
         self.notice: str | None = None
         self._length = _FIRST_PAUSE
-        self._limit = _MAX_LOSS
         self._loss = 0.0
         # Decayed sums over rounds: how many, their tokens, squared tokens and seconds.
         self._rounds = self._tokens = self._squares = self._seconds = 0.0
@@ -40,18 +60,21 @@ class Pauses:
         self._squares = _FADE * self._squares + tokens**2
         self._seconds = _FADE * self._seconds + seconds
         self._loss = max(0.0, self._loss + seconds / plain - tokens)
-        if self._loss > self._limit and self._fastest() * plain < 1.0:
-            self.notice = (
-                f"drafting paused for {self._length} tokens: lately it was {self.speed * plain:.2f} times as fast as "
-                "plain decoding"
-            )
-            self.resting = self._length
-            self._length = min(4 * self._length, _LONGEST_PAUSE)
-            # The next try judges by what it sees then, and has less to lose.
-            self._limit = _MAX_LOSS / 2
-            self._loss = self._rounds = self._tokens = self._squares = self._seconds = 0.0
+        if self._loss > self.patience.limit and self._fastest() * plain < 1.0:
+            self._pause(plain)
         elif self._rounds > 5 and self.speed * plain > 1.2:
-            self._length, self._limit = _FIRST_PAUSE, _MAX_LOSS
+            self._length, self.patience.failed = _FIRST_PAUSE, False
+
+    def _pause(self, plain: float) -> None:
+        self.notice = (
+            f"drafting paused for {self._length} tokens: lately it was {self.speed * plain:.2f} times as fast as "
+            "plain decoding"
+        )
+        self.resting = self._length
+        self._length = min(4 * self._length, _LONGEST_PAUSE)
+        # The next try judges by what it sees then.
+        self.patience.failed = True
+        self._loss = self._rounds = self._tokens = self._squares = self._seconds = 0.0
 
     def take_rest(self) -> bool:
         """Whether the next round should be a plain one."""
@@ -65,4 +88,4 @@ class Pauses:
         mean = self._tokens / self._rounds
         spread = max(self._squares - self._rounds * mean**2, 0.0)
         variance = (spread + _VARIANCE_WEIGHT * _VARIANCE) / (self._rounds + _VARIANCE_WEIGHT)
-        return (self._tokens + _ERRORS * (self._rounds * variance) ** 0.5) / self._seconds
+        return (self._tokens + self.patience.errors * (self._rounds * variance) ** 0.5) / self._seconds

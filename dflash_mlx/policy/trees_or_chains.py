@@ -13,7 +13,8 @@ import numpy as np
 
 from dflash_mlx.decoding.policies import WidthPolicy
 from dflash_mlx.decoding.tree import Candidates, DraftTree
-from dflash_mlx.policy.width import AcceptanceEstimate, ConfidentWidth, RoundCosts, SteadyWidth
+from dflash_mlx.policy.pauses import Patience
+from dflash_mlx.policy.width import AcceptanceEstimate, Confidence, ConfidentWidth, RoundCosts, SteadyWidth
 
 # More than trees have been seen to gain by a chain's tokens: the demo pair's gain 1.42 times as many on the built-in
 # prompts and 1.14 times on its own answers. Where they take so much longer, they are not tried.
@@ -47,6 +48,8 @@ class Experience:
     """
 
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
+    confidence: Confidence = field(default_factory=Confidence)
+    patience: Patience = field(default_factory=Patience)
     chains: bool = False
     stayed: int = 0
     stay: int = _FIRST_STAY
@@ -100,10 +103,10 @@ def choose_policy(
     experience = experience or Experience()
     if costs.trees is None:
         if costs.chains.steep or by_confidence:
-            return ConfidentWidth(costs.chains, places)
-        return SteadyWidth(costs.chains, places, experience.estimate)
+            return ConfidentWidth(costs.chains, places, experience.confidence, experience.patience)
+        return SteadyWidth(costs.chains, places, experience.estimate, experience.patience)
     if costs.chains.steep:
-        return ConfidentWidth(costs.trees, places)
+        return ConfidentWidth(costs.trees, places, experience.confidence, experience.patience)
     return TreesOrChains(costs.chains, costs.trees, places, experience)
 
 
@@ -113,8 +116,8 @@ class TreesOrChains:
     branches = True
 
     def __init__(self, chains: RoundCosts, trees: RoundCosts, places: int, experience: Experience) -> None:
-        self.chains = SteadyWidth(chains, places, experience.estimate)
-        self.trees = ConfidentWidth(trees, places)
+        self.chains = SteadyWidth(chains, places, experience.estimate, experience.patience)
+        self.trees = ConfidentWidth(trees, places, experience.confidence)
         self.experience = experience
         self._grown = False
         self._look = _Look(places)
@@ -130,7 +133,7 @@ class TreesOrChains:
         self._grown = True
         tree = self.trees.choose(candidates)
         if candidates.depth and candidates.token_ids.shape[1] > 1:
-            best = np.exp(candidates.log_probs[:, 0].astype(np.float64)) * self.trees.calibration
+            best = np.exp(candidates.log_probs[:, 0].astype(np.float64)) * self.trees.confidence.calibration
             seconds = self.trees.costs.round(tree.size, drafted=candidates.depth)
             self._look.add(tokens=self.trees.expected, seconds=seconds, best=np.minimum(best, 1.0))
         return tree

@@ -2,6 +2,7 @@
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +16,8 @@ from dflash_mlx.targets.target import Target, wrap_model
 
 # On CUDA a quantized model is expanded while it then takes no more than this share of the memory.
 _EXPANDED_SHARE = 0.25
+# Layers or experts of a model, so many that a config which names more is damaged.
+_MOST_PARTS = 10_000
 
 
 def load_target(folder: Path, *, dtype: str, group: Group | None = None) -> tuple[Target, mx.Dtype]:
@@ -30,8 +33,10 @@ def load_target(folder: Path, *, dtype: str, group: Group | None = None) -> tupl
 
     from dflash_mlx.runtime import resolve_dtype
 
+    config = read_json(folder / "config.json")
+    _check_counts(config, folder)
     if group is not None:
-        check_divisible(read_json(folder / "config.json"), group.size)
+        check_divisible(config, group.size)
     try:
         model, config = load_model(folder, lazy=True)
     except (FileNotFoundError, *WRONG_VALUES) as error:
@@ -47,6 +52,17 @@ def load_target(folder: Path, *, dtype: str, group: Group | None = None) -> tupl
         divide(target, group)
     mx.eval(model.parameters())
     return target, wanted
+
+
+def _check_counts(config: dict[str, Any], folder: Path) -> None:
+    """Refuse more layers or experts than models have, before mlx-lm makes each of them."""
+    for part in (config, config.get("text_config")):
+        for name, count in part.items() if isinstance(part, dict) else ():
+            if name.endswith(("layers", "experts")) and isinstance(count, int | float) and count > _MOST_PARTS:
+                raise CheckpointError(
+                    f"cannot load the model in {folder}: {name} should be at most {_MOST_PARTS} in config.json, "
+                    f"found {count}."
+                )
 
 
 def keeps_quantized(model: nn.Module, dtype: mx.Dtype) -> bool:

@@ -79,6 +79,21 @@ def test_a_drafter_that_keeps_more_is_preferred():
     assert state.inner.asked == asked + 1
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_text_that_promised_too_much_is_believed_less(goes_on):
+    """The same 12 tokens come again and again; what comes after them is the same, too, or new each time."""
+    state = WithNgramState(Inner())
+    text: list[int] = [*range(1, 13), 90, *range(50, 70)]
+    writer, zeros = SimpleText(text), mx.zeros((1,))
+    for i in range(6):
+        text += range(1, 13)
+        state.propose([writer], zeros, zeros, 15, room=40)
+        text += [90, *range(50, 70)] if goes_on else [100 + i]
+        state.outlook([writer])
+    text += range(1, 13)
+    assert (state.outlook([writer]) is Outlook.HOST) == goes_on
+
+
 def test_rounds_are_fewer_and_answers_the_same():
     target = circling()
     one_layer = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "num_target_layers": 1}

@@ -106,6 +106,7 @@ def test_code_for_other_libraries_does_no_harm(tmp_path: Path, config: dict[str,
     [
         {"model_type": "brand_new", "auto_map": AUTO_MAP},
         {"model_type": "../../evil", "auto_map": AUTO_MAP},
+        {"model_type": "x" * 300, "auto_map": AUTO_MAP},
         {"auto_map": AUTO_MAP},
         {"model_type": "llama", "model_file": "model.py"},
     ],

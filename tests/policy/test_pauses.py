@@ -6,7 +6,7 @@ loss can meet its limit exactly.
 
 import pytest
 
-from dflash_mlx.policy.pauses import Pauses
+from dflash_mlx.policy.pauses import Patience, Pauses
 
 PLAIN = pytest.mark.parametrize("plain", [1 / 64, 64.0])
 
@@ -98,3 +98,14 @@ def test_a_loss_that_could_be_chance_is_no_reason_to_pause(rounds, stops, plain)
     pauses = Pauses()
     assert play(pauses, [(tokens, mean) for tokens, _ in rounds] * 100, plain) is None
     assert (play(pauses, rounds * 200, plain) is not None) == stops
+
+
+@PLAIN
+def test_the_next_answer_has_less_patience_until_drafting_pays(plain):
+    """Each round loses 0.6 steps: five may be lost at first, and half as much in the answers after a pause."""
+    patience = Patience()
+    assert play(Pauses(patience), [(1, 1.6)] * 20, plain) == 9
+    for _ in range(2):
+        assert play(Pauses(patience), [(1, 1.6)] * 20, plain) == 5
+    play(Pauses(patience), [(1.3, 1)] * 6, plain)
+    assert play(Pauses(patience), [(1, 1.6)] * 20, plain) == 9

@@ -53,19 +53,38 @@ def test_a_single_long_pause_counts_little():
     assert times.seconds(100) < 3 * before
 
 
-def test_chunks_of_a_long_prompt_do_not_tell_the_fixed_part():
-    """Each chunk takes longer than the one before, since more stands before it, and so each is made smaller."""
-    times = learnt(0.0, 0.01, [60, 200, 100])
+def read_in_chunks(times, seconds_of, *, allowed, total=8000):
+    """The chunks (tokens, seconds) in which a prompt is read, each of which may take `allowed` seconds."""
     read, passes = 0, []
-    while read < 8000:
-        tokens = times.tokens_in(0.3, least=4, most=2048)
-        passes.append(tokens * (0.01 + 0.000005 * read))
-        times.observe(tokens, passes[-1], whole=False)
+    while read < total:
+        tokens = min(times.tokens_in(allowed, least=8, most=2048), total - read)
+        seconds = seconds_of(tokens, read)
+        times.observe(tokens, seconds, whole=False)
+        passes.append((tokens, seconds))
         read += tokens
+    return passes
+
+
+def test_each_chunk_of_a_long_prompt_is_made_to_fit():
+    """Each token takes longer than those before it, since more stands before it."""
+    times = learnt(0.0, 0.01, [60, 200, 100])
+    passes = read_in_chunks(times, lambda tokens, read: tokens * (0.01 + 0.000005 * read), allowed=0.3, total=4000)
+    seconds = sorted(seconds for _, seconds in passes[3:-1])
+    # A larger one is tried now and then.
+    assert seconds[len(seconds) // 10] > 0.2
+    assert seconds[len(seconds) * 8 // 10] < 0.35
+    assert seconds[-1] < 0.5
     assert times.fixed == 0.0
-    # What fits in 0.3 s, by what is known of the chunk before.
-    assert min(passes[:-1]) > 0.2
-    assert max(passes) < 0.35
+
+
+@pytest.mark.parametrize(("fixed", "a_token"), [(0.011, 0.000015), (0.06, 0.003)])
+def test_small_chunks_are_not_read_where_large_ones_take_hardly_longer(fixed, a_token):
+    """Even when nothing is known but prompts of one size."""
+    times = learnt(fixed, a_token, [60, 60, 60])
+    passes = read_in_chunks(times, lambda tokens, read: fixed + a_token * tokens, allowed=0.003)
+    fits = fixed / 2 / a_token
+    assert sum(tokens >= 0.8 * min(fits, 1024) for tokens, _ in passes) >= 0.4 * len(passes)
+    assert all(tokens <= 4 * fits for tokens, _ in passes)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +92,7 @@ def test_chunks_of_a_long_prompt_do_not_tell_the_fixed_part():
     [
         (0.0, 0.01, 1.0, 100),  # as many as fit
         (0.2, 0.01, 1.0, 80),
-        (1.0, 0.01, 0.5, 100),  # the fixed part alone takes longer: as many as double it
+        (1.0, 0.01, 0.5, 50),  # the fixed part alone takes longer: half as long again
         (0.0, 0.01, 0.01, 16),
         (0.1, 0.00001, 0.01, 2048),
     ],
@@ -82,5 +101,6 @@ def test_tokens_in_a_time(fixed, a_token, seconds, tokens):
     times = ReadingTimes()
     times.fixed, times.a_token = fixed, a_token
     assert times.tokens_in(seconds, least=16, most=2048) == tokens
+    # The second chunk is larger, so that they can be compared.
     times.observe(20, times.seconds(20), whole=False)
-    assert times.tokens_in(seconds, least=16, most=2048) == min(tokens, 40)
+    assert times.tokens_in(seconds, least=16, most=2048) == 30

@@ -10,6 +10,7 @@ from dflash_mlx.policy.pauses import Pauses
 from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, TreesOrChains, choose_policy
 from dflash_mlx.policy.width import (
     AcceptanceEstimate,
+    Confidence,
     ConfidentWidth,
     FixedWidth,
     RoundCosts,
@@ -266,7 +267,7 @@ def test_trees_are_faster_than_chains():
         rng = np.random.default_rng(0)
         policy = ConfidentWidth(copy(TREES), 15)
         tokens = seconds = 0.0
-        for _ in range(400):
+        for _ in range(1500):
             candidates = text_of(rng, max(policy.next_width(), 1), 8)
             few = Candidates(candidates.token_ids[:, :alternatives], candidates.log_probs[:, :alternatives])
             tree = policy.choose(few)
@@ -339,3 +340,22 @@ def test_a_pause_comes_before_much_is_lost():
         pauses.observe(1, 100.0, 50.0)
         rounds += 1
     assert rounds <= 6
+
+
+def test_as_many_places_are_drafted_as_would_have_been_worth_their_time():
+    """Drafts take a tenth of a plain step each. What an answer found is what the next one begins with."""
+    costs = RoundCosts(
+        {width: 1.0 + 0.3 * width for width in range(16)}, {w: 0.1 * w for w in range(1, 16)}, steep=True
+    )
+    confidence = Confidence()
+    for right, expected in ((0, 1), (3, 3), (6, 6)):
+        policy = ConfidentWidth(copy(costs), 15, confidence)
+        for _ in range(30):
+            drafted = policy.next_width()
+            tree = policy.choose(chain(([0.97] * right + [0.02] * 15)[:drafted]))
+            kept = min(right, tree.size)
+            policy.observe(drafted=drafted, width=tree.size, num_accepted=kept, path=range(kept + 1), seconds=None)
+        # Now and then one or two more, which tell whether more would be worth it.
+        assert expected <= policy.next_width() <= expected + 2
+    assert 6 <= ConfidentWidth(copy(costs), 15, confidence).next_width() <= 8
+    assert ConfidentWidth(copy(costs), 15).next_width() == 15 // 2

@@ -1,0 +1,199 @@
+"""What the automatic choice loses: recorded answers, replayed on machines whose rounds cost what was measured there.
+
+`pytest -s tests/policy/test_replay.py` prints the tables. record_traces.py made the records, of the demo pair.
+"""
+
+import copy
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+from policy.record_traces import NONE, STEPS, TRACES
+
+from dflash_mlx.decoding.policies import WidthPolicy
+from dflash_mlx.decoding.tree import Candidates, DraftTree
+from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, choose_policy
+from dflash_mlx.policy.width import FixedWidth, RoundCosts
+
+PLACES = 15
+# How far a measured round may be off, and how much rounds vary.
+OFF, NOISE, SEEDS = 0.05, 0.05, 5
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded answer: see `record_traces.record`."""
+
+    category: str
+    log_probs: np.ndarray
+    ranks: np.ndarray
+
+    def candidates(self, at: int, places: int) -> Candidates:
+        """A candidate's number at its place stands for its token."""
+        log_probs = self.log_probs[at, :places].astype(np.float32) / -STEPS
+        return Candidates(np.tile(np.arange(log_probs.shape[1]), (places, 1)), log_probs)
+
+    def walk(self, at: int, tree: DraftTree) -> list[int]:
+        """The rows of a tree that the text goes through."""
+        path = [0]
+        for token in self.ranks[at].tolist():
+            found = [row for row, p in enumerate(tree.parents, 1) if p == path[-1] and tree.tokens[row - 1] == token]
+            if token == NONE or not found:
+                break
+            path += found
+        return path
+
+    def chain(self, at: int, width: int) -> list[int]:
+        """The same for a chain of the best guesses."""
+        wrong = np.nonzero(self.ranks[at, :width])[0]
+        return list(range(1 + (int(wrong[0]) if len(wrong) else width)))
+
+
+@cache
+def traces() -> tuple[Trace, ...]:
+    with np.load(TRACES) as stored:
+        names = [name.removesuffix("/ranks") for name in stored.files if name.endswith("/ranks")]
+        return tuple(
+            Trace(
+                f"{name.split('/')[0]}{' sampled' if not name.endswith('/0.0') else ''}",
+                stored[f"{name}/log_probs"],
+                stored[f"{name}/ranks"],
+            )
+            for name in names
+        )
+
+
+def table(relative: dict[int, float], *, drafter: float) -> PairCosts:
+    """Rounds that wait for their drafts, by a pass's time over so many rows, in passes over one row.
+
+    drafter: its share of the target's weights.
+    """
+    rows, seconds = sorted(relative), [relative[number] for number in sorted(relative)]
+    over = {width: float(np.interp(width + 1, rows, seconds)) for width in (0, 1, 2, 3, 4, 5, 7, 11, 15)}
+    drafts = {width: drafter * over[width] for width in over if width}
+    # A round drafts as many places as it verifies, or all where it is a tree.
+    chains = {width: over[width] + drafts.get(width, 0.0) for width in over}
+    trees = {width: over[width] + (drafts[PLACES] if width else 0.0) for width in over}
+    return PairCosts(RoundCosts(chains, drafts, steep=True), RoundCosts(trees, dict(drafts), steep=True, places=PLACES))
+
+
+def gpu(plain: float, chain: float, draft: float, *, trees: dict[int, float] | None = None) -> PairCosts:
+    """Rounds whose width costs nothing, of which chains are queued after one another."""
+    drafts = {1: draft, PLACES: draft}
+    chains = RoundCosts({0: plain, 1: chain, PLACES: chain}, drafts, steep=False)
+    if trees is None:
+        return PairCosts(chains)
+    return PairCosts(chains, RoundCosts({0: plain, **trees}, dict(drafts), steep=False, places=PLACES))
+
+
+# Published times of a pass in 4 bits over so many rows, by MLX's own kernels: github.com/ml-explore/mlx, issues 4265
+# (M3 Ultra, whose kernel is that of M1 and M2), 3863 (M3 Max), 3839 (M4 Pro) and pull request 3791 (M5 Max).
+MACHINES = {
+    "2 CPU cores": PairCosts(
+        RoundCosts({0: 61.1, 1: 83.1, 15: 131.2}, {1: 13.3, 7: 15.9, 15: 20.1}, steep=True),
+        RoundCosts({0: 61.1, 1: 90.0, 7: 109.2, 15: 128.1}, {1: 13.3, 7: 15.9, 15: 20.1}, steep=True, places=PLACES),
+    ),
+    "H200": gpu(3.2, 4.6, 1.4),
+    "H200, slower computer": gpu(3.1, 5.2, 1.2, trees={1: 6.3, 7: 6.4, 15: 6.4, 31: 6.6, 63: 7.2}),
+    "M1": table({1: 1.0, 2: 1.83, 4: 3.26, 8: 6.1, 16: 6.3}, drafter=0.15),
+    "M3": table({1: 1.0, 2: 1.0, 4: 1.28, 6: 2.0, 8: 2.5, 9: 3.1, 10: 3.94, 16: 3.94}, drafter=0.15),
+    "M4": table({1: 1.0, 2: 1.03, 3: 1.22, 4: 1.47, 6: 2.07, 8: 2.69, 16: 3.9}, drafter=0.15),
+    "M5": table({1: 1.0, 3: 1.12, 5: 1.48, 8: 2.25, 12: 3.18, 16: 3.9}, drafter=0.15),
+}
+FIXED = [FixedWidth(0), *(FixedWidth(width) for width in (1, 3, 7, 15))]
+FIXED_TREES = [FixedWidth(size, places=PLACES) for size in (15, 31, 63)]  # where they were measured
+
+
+def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, seconds_of: Callable[[float], float]) -> float:
+    """Answer by the policy, in the order in which the decode loop asks it; tokens a second."""
+    at, end, spent = 0, len(trace.ranks), 0.0
+    places, grows = policy.next_width(), policy.reads_confidence
+    while at < end:
+        drafted, grown = places, grows
+        path, width, kind = [0], drafted, costs.chains
+        if drafted and grown:
+            kind = costs.trees if costs.trees is not None and policy.branches else costs.chains
+            drafted = min(drafted, PLACES)
+            tree = policy.choose(trace.candidates(at, drafted))
+            path, width = trace.walk(at, tree), tree.size
+        elif drafted:
+            path = trace.chain(at, drafted)
+        took = seconds_of(kind.round(width, drafted=drafted))
+        # The next draft is launched before the outcome of this round is known.
+        places, grows = policy.next_width(), policy.reads_confidence
+        policy.observe(drafted=drafted, width=width, num_accepted=len(path) - 1, path=path, seconds=took)
+        at, spent = at + len(path), spent + took
+    return at / spent
+
+
+def measured(costs: PairCosts, rng: random.Random) -> PairCosts:
+    """What a user's machine may have been measured to cost: each figure is off by chance."""
+
+    def kind(exact: RoundCosts) -> RoundCosts:
+        return replace(
+            exact, round_seconds={w: s * rng.uniform(1 - OFF, 1 + OFF) for w, s in exact.round_seconds.items()}
+        )
+
+    return PairCosts(kind(costs.chains), kind(costs.trees) if costs.trees is not None else None)
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer's tokens a second: left to itself, and by fixed choice."""
+
+    category: str
+    speed: float
+    fixed: dict[str, float]
+
+
+def fixed_speeds(trace: Trace, costs: PairCosts) -> dict[str, float]:
+    """Tokens a second of each fixed choice that the machine has."""
+    trees = costs.trees.round_seconds if costs.trees is not None else {}
+    policies = [*FIXED, *(policy for policy in FIXED_TREES if policy.width in trees)]
+    names = [f"{policy.width}{' tree' if policy.branches else ''}" for policy in policies]
+    return {
+        name: replay(trace, policy, costs, lambda seconds: seconds)
+        for name, policy in zip(names, policies, strict=True)
+    }
+
+
+def automatic_speeds(costs: PairCosts, seed: int) -> Iterator[float]:
+    """Tokens a second of one answer after another, left to itself."""
+    rng = random.Random(seed)
+    known, experience = measured(costs, rng), Experience()
+    for trace in traces():
+        mine = copy.deepcopy(experience)
+        policy = choose_policy(copy.deepcopy(known), PLACES, mine)
+        yield replay(trace, policy, costs, lambda seconds: seconds * rng.lognormvariate(0, NOISE))
+        experience = experience.merged(mine)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_little_is_lost_against_the_best_fixed_choice(machine):
+    costs = MACHINES[machine]
+    fixed = [fixed_speeds(trace, costs) for trace in traces()]
+    found = [
+        Result(trace.category, speed, choices)
+        for seed in range(SEEDS)
+        for trace, speed, choices in zip(traces(), automatic_speeds(costs, seed), fixed, strict=True)
+    ]
+    mean = statistics.geometric_mean
+    choices = list(fixed[0])
+    over_all = {choice: mean(r.speed / r.fixed[choice] for r in found) for choice in choices}
+    print(f"\n{machine}: times the speed of", ", ".join(f"{choice}: {over_all[choice]:.2f}" for choice in choices))
+    kept: dict[str, float] = {}
+    for category in dict.fromkeys(result.category for result in found):
+        mine = [result for result in found if result.category == category]
+        best = max(choices, key=lambda choice: mean(r.fixed[choice] for r in mine))
+        kept[category] = mean(r.speed / r.fixed[best] for r in mine)
+        hindsight = mean(r.speed / max(r.fixed.values()) for r in mine)
+        worst = min(r.speed / r.fixed["0"] for r in mine)
+        print(
+            f"  {category:22} {kept[category]:.3f} of {best}; {hindsight:.3f} of each answer's best; {worst:.2f} of 0"
+        )
+    assert min(kept.values()) > 0.9
+    assert min(over_all.values()) > 0.95
