@@ -64,7 +64,7 @@ Limit = Annotated[
         "--limit",
         metavar="N",
         min=0,
-        help="As many prompts, a fixed sample with some of each category. 0: all.",
+        help="How many prompts: a fixed sample with some of each category. 0: all.",
         rich_help_panel=PROMPTS,
     ),
 ]
@@ -86,7 +86,7 @@ Sweep = Annotated[
 Concurrency = Annotated[
     str | None,
     typer.Option(
-        "--concurrency", metavar="N,N", help="Then measure so many requests at the same time.", rich_help_panel=PROMPTS
+        "--concurrency", metavar="N,N", help="Then measure N requests at the same time.", rich_help_panel=PROMPTS
     ),
 ]
 Also = Annotated[

@@ -12,7 +12,7 @@ import typer
 
 from dflash_mlx import __version__
 from dflash_mlx.cli import launch, options
-from dflash_mlx.cli.output import LoadProgress, can_draw, is_terminal, styled
+from dflash_mlx.cli.output import LoadProgress, can_draw, is_terminal, marked, styled, wrapped
 from dflash_mlx.errors import DFlashError, UsageError
 from dflash_mlx.ranks import started_together
 from dflash_on_mlx import explain, other_version
@@ -240,7 +240,7 @@ def _terminal() -> dict[str, Any]:
 def _print_report(report: dict[str, Any]) -> None:
     def line(label: str, value: str | None) -> None:
         if value:
-            print(f"{label + ':':<15}{value}")
+            print(wrapped(f"{label + ':':<15}{value}", sys.stdout))
 
     kinds = {"metal": "Metal (Apple GPU)", "cuda": "CUDA (NVIDIA GPU)", "cpu": "CPU"}
     line("dflash-mlx", report["dflash_mlx"])
@@ -271,8 +271,8 @@ def _print_report(report: dict[str, Any]) -> None:
     if "kernels" in report:
         _print_races(report["kernels"])
     for problem in report["problems"]:
-        print(styled("broken: ", "red", sys.stdout) + problem)
+        print(marked("broken:", problem, "red", sys.stdout))
     for advice in report["advice"]:
-        print(styled("faster: ", "yellow", sys.stdout) + advice)
+        print(marked("faster:", advice, "yellow", sys.stdout))
     if not report["problems"] and not report["advice"]:
         print(styled("Everything is in order.", "green", sys.stdout))

@@ -100,7 +100,7 @@ def generate_command(
 ) -> None:
     """Answer one prompt. The text goes to stdout as it comes; speed and acceptance length go to stderr.
 
-    Without --pair and --model it is the default pair that answers; see dflash-mlx default.
+    Without --pair and --model the default pair answers; see dflash-mlx default.
     """
     if raw and system is not None:
         raise UsageError("--system needs the chat template, which --raw leaves out; give one of them.")

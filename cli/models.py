@@ -1,6 +1,7 @@
 """`dflash-mlx models`: the pairs that are known, what each needs, and whether it works here."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ from typer.core import TyperGroup
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.models_table import print_table, size_words, yes_or_no
-from dflash_mlx.cli.output import note
+from dflash_mlx.cli.output import note, wrapped
 
 if TYPE_CHECKING:
     from dflash_mlx.hub.registry import PairSpec
@@ -134,7 +135,7 @@ def show_command(name: Name, as_json: options.Json = False) -> None:
     }
     for key, label in _LABELS.items():
         if words[key] not in ("", []):
-            print(f"{label + ':':<20}{_words(words[key])}")
+            print(wrapped(f"{label + ':':<20}{_words(words[key])}", sys.stdout))
     for other in pair["other_targets"]:
         print(f"{'other target:':<20}{other}")
 

@@ -61,7 +61,7 @@ DraftModel = Annotated[
     typer.Option(
         "--draft-model",
         metavar="DRAFTER",
-        help="The DFlash drafter trained for that model: a folder or a Hub id.",
+        help="The drafter that was made for that model: a folder or a Hub id.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -105,7 +105,7 @@ Width = Annotated[
     typer.Option(
         "--width",
         metavar="N",
-        help="Verify N drafts in each round. (default: as many as pay, by measured speed)",
+        help="Verify N drafts in each round. (default: as many as are fastest, by measurement)",
         parser=parser("width"),
         rich_help_panel=MODELS,
     ),
@@ -134,7 +134,8 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Compute each token alike in any pass: slower, and with it drafting changes no token in any precision.",
+        help="Compute each token the same way in every pass. Drafting then changes no token in any precision. It is "
+        "slower.",
         rich_help_panel=MODELS,
     ),
 ]

@@ -127,6 +127,15 @@ def test_make_targets_and_extras_exist() -> None:
         assert re.search(rf"^{extra} = \[", pyproject, re.MULTILINE), f"there is no extra {extra}"
 
 
+def test_the_documents_install_the_cuda_that_pyproject_names() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    [requirement] = re.findall(r'^cuda = \["([^;]+);', pyproject, re.MULTILINE)
+    install = DOCUMENTS["docs/install.md"]
+    assert f'pip install "{requirement}"' in install
+    [excludes] = set(re.findall(r"--excludes (\S+)", install))
+    assert (ROOT / excludes).read_text(encoding="utf-8").splitlines()[1:] == ["mlx-cpu"]
+
+
 def test_ci_runs_the_command_for_tests() -> None:
     assert {("make", "test"), ("make", "check")} <= {tuple(words) for words in shell_commands()}
     assert re.search(r"^exec make check$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
@@ -184,6 +193,13 @@ def test_the_readme_is_short_and_lists_every_page() -> None:
     assert len(README.split()) < 1000
     linked = set(re.findall(r"\]\((docs/[\w-]+\.md)\)", README))
     assert {name for name in DOCUMENTS if name.startswith("docs/")} == linked
+
+
+def test_the_site_shows_every_page() -> None:
+    """What `make site` would find, without MkDocs."""
+    shown = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(DOCUMENTS) <= set(shown)
+    assert [page for page in shown if not (ROOT / page).is_file()] == []
 
 
 def test_the_public_names_are_described() -> None:
