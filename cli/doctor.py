@@ -12,7 +12,7 @@ import typer
 
 from dflash_mlx import __version__
 from dflash_mlx.cli import launch, options
-from dflash_mlx.cli.output import LoadProgress, can_draw, is_terminal, styled
+from dflash_mlx.cli.output import LoadProgress, can_draw, is_terminal, marked, styled, wrapped
 from dflash_mlx.errors import DFlashError, UsageError
 from dflash_mlx.ranks import started_together
 from dflash_on_mlx import explain, other_version
@@ -33,7 +33,7 @@ def doctor_command(
     kernels: Annotated[
         bool,
         typer.Option(
-            "--kernels", help="Race the kernels of dflash-mlx against MLX's own; takes up to a minute on a GPU."
+            "--kernels", help="Race the kernels of dflash-mlx against MLX's own; takes a minute or two on a GPU."
         ),
     ] = False,
     hosts: launch.Hosts = None,
@@ -98,23 +98,28 @@ def examine() -> dict[str, Any]:
 
 
 def race_kernels() -> list[dict[str, Any]]:
-    """A race for each kind of matrix, with speedups by number of rows; none on a CPU."""
-    from dflash_mlx.kernels.quantized_rows.layers import race_typical
+    """A race for each kind of matrix and of attention, with speedups by number of rows; none on a CPU."""
+    from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
+    from dflash_mlx.kernels.rows_attention import layers as rows_attention
     from dflash_mlx.runtime import backend
 
     if backend().kind == "cpu":
         return []
+    races = {**quantized_rows.races_typical(), **rows_attention.races_typical()}
+    found: dict[str, Any] = {}
     with LoadProgress() as progress:
-        races = race_typical(progress.report)
+        for what, race in races.items():
+            progress.report(f"racing {what}", len(found) / len(races))
+            found[what] = race()
     return [
         {
-            "matrix": str(matrix),
+            "race": what,
             "speedups": {rows: round(ordinary / own, 3) for rows, (ordinary, own) in verdict.seconds.items()},
             "milliseconds": {rows: round(own * 1000, 3) for rows, (_, own) in verdict.seconds.items()},
             "used_for": [rows for rows in verdict.seconds if verdict.won(rows)],
             "note": verdict.note,
         }
-        for matrix, verdict in races.items()
+        for what, verdict in found.items()
     ]
 
 
@@ -125,8 +130,8 @@ def _print_races(races: list[dict[str, Any]]) -> None:
     if not races:
         print("kernels:       none for a CPU")
         return
-    print("How many times as fast as MLX's own product the kernel is, by rows; * where it is used:\n")
-    print("| matrix | " + " | ".join(map(str, ROWS)) + " |")
+    print("How many times as fast as MLX's own operation the kernel is, by rows; * where it is used:\n")
+    print("| race | " + " | ".join(map(str, ROWS)) + " |")
     print("|---|" + "---|" * len(ROWS))
     for race in races:
         cells = [
@@ -135,10 +140,10 @@ def _print_races(races: list[dict[str, Any]]) -> None:
             else "-"
             for rows in ROWS
         ]
-        print(f"| {race['matrix']} | " + " | ".join(cells) + " |")
+        print(f"| {race['race']} | " + " | ".join(cells) + " |")
     for race in races:
         if race["note"]:
-            print(f"\n{race['matrix']}: {race['note']}")
+            print(f"\n{race['race']}: {race['note']}")
     print()
 
 
@@ -235,7 +240,7 @@ def _terminal() -> dict[str, Any]:
 def _print_report(report: dict[str, Any]) -> None:
     def line(label: str, value: str | None) -> None:
         if value:
-            print(f"{label + ':':<15}{value}")
+            print(wrapped(f"{label + ':':<15}{value}", sys.stdout))
 
     kinds = {"metal": "Metal (Apple GPU)", "cuda": "CUDA (NVIDIA GPU)", "cpu": "CPU"}
     line("dflash-mlx", report["dflash_mlx"])
@@ -266,8 +271,8 @@ def _print_report(report: dict[str, Any]) -> None:
     if "kernels" in report:
         _print_races(report["kernels"])
     for problem in report["problems"]:
-        print(styled("broken: ", "red", sys.stdout) + problem)
+        print(marked("broken:", problem, "red", sys.stdout))
     for advice in report["advice"]:
-        print(styled("faster: ", "yellow", sys.stdout) + advice)
+        print(marked("faster:", advice, "yellow", sys.stdout))
     if not report["problems"] and not report["advice"]:
         print(styled("Everything is in order.", "green", sys.stdout))

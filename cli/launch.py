@@ -35,7 +35,7 @@ HostFile = Annotated[
     Path | None, typer.Option("--hostfile", metavar="FILE", help="The machines, in the format of mlx.launch.")
 ]
 Processes = Annotated[
-    int | None, typer.Option("-n", metavar="N", min=2, help="So many processes on each machine, to try it out.")
+    int | None, typer.Option("-n", metavar="N", min=2, help="This many processes on each machine, to try it out.")
 ]
 BackendName = Annotated[
     str | None, typer.Option("--backend", metavar="NAME", help="How they talk: ring or jaccl, for instance.")

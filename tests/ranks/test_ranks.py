@@ -22,7 +22,7 @@ from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 from tiny_folder import write_drafter, write_target
 
 from dflash_mlx.generation import generate
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.examination import checksums
 
