@@ -1,7 +1,7 @@
 """Rank 0 makes many answers in a row with divided models, and compares them with those of one machine.
 
 Arguments: how many answers each model is to make at least, and the models: folders of tiny targets
-(`tiny_folder.write_target`) or names of pairs. Prints a line of JSON for each: how many answers there were, how many
+(`tiny_folder.write_target`). Prints a line of JSON for each: how many answers there were, how many
 more were left in the middle, how many tokens a conversation found in its caches, and what was wrong: (which, tokens,
 the right ones).
 """
@@ -9,20 +9,17 @@ the right ones).
 import json
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
-from tiny import ScriptedDrafter, plain_tokens, tiny_drafter
+from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
 from tiny_pair import LetterTokenizer
 
 from dflash_mlx.decoding.engine import can_branch
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.generation import generate, generate_many, stream_generate, stream_many
-from dflash_mlx.hub.download import ensure_model
-from dflash_mlx.hub.registry import ModelSource, find_pair
-from dflash_mlx.loading import load_pair
+from dflash_mlx.hub.registry import ModelSource
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.ranks.group import leave_group
 from dflash_mlx.sampling import SamplingParams
@@ -62,14 +59,18 @@ class Found:
     cached: int = 0
 
 
-def answer(
-    pair: ModelPair, whole: ModelPair, rng: random.Random, found: Found, with_script: Callable[..., ModelPair]
-) -> None:
+def scripted_pair(target: Target, prompt: list[int], truth: list[int], rng: random.Random) -> ModelPair:
+    """A pair whose drafter knows the answer, but for three tokens."""
+    script = {len(prompt) + i: token for i, token in enumerate(truth)}
+    return pair_of(target, ScriptedDrafter(tiny_drafter().config, script, frozenset(rng.sample(list(script), 3))))
+
+
+def answer(pair: ModelPair, whole: ModelPair, rng: random.Random, found: Found) -> None:
     """Some answers of each kind: chains, trees, plain ones, batches, seeded ones and conversations."""
-    prompts = [[rng.randrange(1, min(pair.vocab_size, 4000)) for _ in range(length)] for length in (9, 3, 14, 1)]
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(length)] for length in (9, 3, 14, 1)]
     truths = [plain_tokens(whole.target, prompt, LENGTH) for prompt in prompts]
     for prompt, truth in zip(prompts, truths, strict=True):
-        scripted = with_script(prompt, truth)
+        scripted = scripted_pair(pair.target, prompt, truth, rng)
         found.answers.append(("chains", generate(scripted, prompt, GREEDY, width=5).token_ids, truth))
         # Left in the middle, with a round on its way.
         stream = stream_generate(scripted, prompt, GREEDY, width=5)
@@ -77,9 +78,8 @@ def answer(
         stream.close()
         found.left += 1
         found.answers.append(("plain", generate(pair, prompt, GREEDY, draft=False).token_ids, truth))
-    scripted = with_script(prompts[0], truths[0])
-    assert scripted.drafter is not None
-    if can_branch(pair.target, scripted.drafter):
+    if can_branch(pair.target, tiny_drafter()):
+        scripted = scripted_pair(pair.target, prompts[0], truths[0], rng)
         tree = generate(scripted, prompts[0], GREEDY, width=6, tree=True)
         found.answers.append(("tree", tree.token_ids, truths[0]))
     batch = stream_many(pair, prompts, GREEDY, width=3)
@@ -102,24 +102,13 @@ def answer(
         found.answers.append(("goes on", turn.token_ids, truth))
 
 
-def check(name: str, wanted: int) -> dict[str, object]:
-    """Make at least `wanted` answers, of a tiny target in a folder or of a known pair."""
-    rng, found = random.Random(Path(name).name), Found()
-
-    def tiny_script(prompt: list[int], truth: list[int]) -> ModelPair:
-        script = {len(prompt) + i: token for i, token in enumerate(truth)}
-        drafter = ScriptedDrafter(tiny_drafter().config, script, frozenset(rng.sample(list(script), 3)))
-        return pair_of(pair.target, drafter)
-
-    if Path(name).is_dir():
-        pair, with_script = divided_pair(name, tiny_drafter()), tiny_script
-        whole = pair_of(load_target(Path(name), dtype="float32")[0], tiny_drafter())
-    else:
-        pair, with_script = load_pair(name, dtype="float32"), lambda prompt, truth: pair
-        folder = ensure_model(find_pair(name).target)
-        whole = replace(pair, target=load_target(folder, dtype="float32")[0], drafter=None)
+def check(folder: str, wanted: int) -> dict[str, object]:
+    """Make at least `wanted` answers of the target in a folder."""
+    pair, found = divided_pair(folder, tiny_drafter()), Found()
+    whole = pair_of(load_target(Path(folder), dtype="float32")[0], tiny_drafter())
+    rng = random.Random(Path(folder).name)
     while len(found.answers) < wanted:
-        answer(pair, whole, rng, found, with_script)
+        answer(pair, whole, rng, found)
     wrong = [case for case in found.answers if case[1] != case[2]]
     return {"answers": len(found.answers), "left": found.left, "cached": found.cached, "wrong": wrong}
 

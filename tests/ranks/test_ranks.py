@@ -109,14 +109,6 @@ def test_answers_of_every_family_that_can_be_divided(folder):
     check_answers(found, each)
 
 
-@pytest.mark.model
-@pytest.mark.long
-def test_answers_of_the_demo_pair_on_three_ranks(folder, demo_pair):
-    with ranks(3, *program("many_answers.py", str(ANSWERS // 10), "demo"), folder=folder) as processes:
-        found = reports(processes, seconds=60 * ANSWERS)
-    check_answers(found, ANSWERS // 10)
-
-
 @pytest.mark.parametrize("each", [3, pytest.param(ANSWERS // 4, marks=pytest.mark.long)])
 def test_four_clients_of_a_server(each, folder, llama, drafter):
     """Each asks in turn, and leaves every third answer in the middle; the others are those of one machine."""
@@ -216,3 +208,13 @@ def test_when_a_rank_dies_the_others_end(what, victim, folder, llama):
     said = [line for line in err.splitlines() if line.startswith("error: ")]
     assert said == [line for line in said if f"rank {victim}" in line and "all ranks stop" in line]
     assert len(said) == 1
+
+
+@pytest.mark.model
+@pytest.mark.long
+def test_the_demo_pair_on_three_ranks(folder, demo_pair):
+    words = ["generate", "Why is the sky blue?", "--pair", "demo", "--max-tokens", "24", "--json"]
+    with ranks(3, *COMMAND, *words, folder=folder) as processes:
+        [found] = reports(processes)
+    alone = generate(demo_pair, "Why is the sky blue?", SamplingParams(max_tokens=24), draft=False)
+    assert found["token_ids"] == alone.token_ids
