@@ -4,6 +4,7 @@
 #   make test      install into .venv with the tools for development, then check everything, in a few minutes
 #   make check     the same with the slow tests: what CI runs
 #   make kernels   the numeric tests as on other kinds of processors, by OpenBLAS's kernels for them
+#   make site      the documents as a website in build/site; a link that leads nowhere is an error
 # Options: PYTHON=/path/to/python3  VENV=folder  PROMPT="..."  PYTEST="options for pytest"
 
 VENV ?= .venv
@@ -21,7 +22,7 @@ numeric = -m "not slow and not long and not model" \
 	$(addprefix tests/,caches decoding drafters training test_lossless.py test_sampling.py)
 KERNELS ?= Haswell Zen
 
-.PHONY: help demo serve test check kernels style setup setup-dev format clean
+.PHONY: help demo serve test check kernels site style setup setup-dev format clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -58,6 +59,10 @@ kernels: setup-dev
 	  echo "==> pytest, the numeric tests with OpenBLAS's kernels for $$kernel" >&2; \
 	  OPENBLAS_CORETYPE=$$kernel $(run-pytest) $(numeric) $(PYTEST) || exit; \
 	done; fi
+
+site: setup
+	@"$(VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 "$(VENV)/bin/mkdocs" build --strict
 
 format: setup-dev
 	@"$(VENV)/bin/ruff" check --fix .

@@ -29,7 +29,7 @@ from dflash_mlx.cli import (
     serve,
     train,
 )
-from dflash_mlx.cli.output import styled
+from dflash_mlx.cli.output import marked, styled
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.ranks import started_together
 
@@ -160,7 +160,7 @@ def _run(argv: list[str] | None) -> int:
         if debug:
             traceback.print_exc()
         message, code = explain(error)
-        _say(styled("error:", "red", sys.stderr) + " " + " ".join(message.split()), None)
+        _say(marked("error:", message, "red", sys.stderr), None)
         return code
 
 
@@ -182,6 +182,11 @@ def explain(error: Exception) -> tuple[str, int]:
         return f"{error.strerror}{where}", 1
     if isinstance(error, MemoryError) or "malloc" in str(error) or "out of memory" in str(error).lower():
         return f"not enough memory ({error}); close other programs or take a smaller model", 1
+    if isinstance(error, ImportError) and "libcuda" in str(error):
+        return (
+            f"MLX was installed for NVIDIA GPUs, and this machine lacks their driver ({error}); install it",
+            1,
+        )
     found = f"{type(error).__name__}: {error}"
     return f"{found} - this is a bug in dflash-mlx, please report it; --debug shows where it happened", 1
 

@@ -11,7 +11,7 @@ from dflash_mlx.cli.default import sampling_defaults, with_default
 from dflash_mlx.cli.kept import list_kept, new_path
 from dflash_mlx.cli.line_input import LineInput
 from dflash_mlx.cli.live import LiveText, quiet_keyboard
-from dflash_mlx.cli.output import note, styled, summary
+from dflash_mlx.cli.output import marked, note, summary
 from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import DFlashError, UsageError
 
@@ -61,7 +61,7 @@ def chat_command(
     share of drafts that were kept, and the last rounds as bars. Ctrl-C stops an answer; /help lists the commands.
     On a terminal Markdown is shown with styles (--plain: as written), and conversations are kept on this disk,
     readable by you alone (--no-save: not at all); --continue goes on with the newest one.
-    Without --pair and --model it is the default pair that answers; see dflash-mlx default.
+    Without --pair and --model the default pair answers; see dflash-mlx default.
     """
     from dflash_mlx.hub.registry import cache_home
 
@@ -164,7 +164,7 @@ def talk(conversation: Conversation, lines: LineInput, *, stats: bool, markdown:
             # A turn that cannot be answered does not end the conversation, unless nobody is there to rephrase it.
             if not lines.interactive:
                 raise
-            print(styled("error:", "red", sys.stderr) + f" {error}", file=sys.stderr, flush=True)
+            print(marked("error:", str(error), "red", sys.stderr), file=sys.stderr, flush=True)
 
 
 def take_turn(

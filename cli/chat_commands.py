@@ -36,17 +36,17 @@ HELP = """\
 /draft on|off      draft or decode plainly from now on: the words are the same, the speed is not
 /reset             forget the conversation (instructions stay)
 /system TEXT       set the instructions; without TEXT, show them; /system - takes them away
-/set NAME VALUE    change max-tokens, temperature, top-p, top-k, min-p, seed, draft (on, off)
-                   or thinking (on, off, auto); alone, show them
+/set NAME VALUE    change max-tokens, temperature, top-p, top-k, min-p, seed, draft (on, off) or thinking \
+(on, off, auto); alone, show them
 /stats             speed and acceptance, last answer and whole conversation
 /load              list the conversations that are kept; /load N goes on with one of them
 /copy              copy the last answer to the clipboard
 /save FILE         save the conversation as Markdown, or as JSON if FILE ends in .json; /save! replaces a file
 /exit              leave (Ctrl-D does, too)
 
-A line that ends with \\ goes on with the next one; text between two \"\"\" can span lines. To send a line that begins
-with a slash, put a space in front. Lines that are pasted together are one message. The Tab
-key completes commands. Ctrl-C stops an answer."""
+A line that ends with \\ goes on with the next one. Text between two \"\"\" can have several lines.
+Lines that are pasted together are one message. To send a line that begins with a slash, put a space in front.
+The Tab key completes commands. Ctrl-C stops an answer."""
 
 _THINKING = {"auto": None, "on": True, "off": False}
 _CHANGEABLE = ("max-tokens", "temperature", "top-p", "top-k", "min-p", "seed")
@@ -127,7 +127,8 @@ def _draft(conversation: Conversation, argument: str) -> str:
 
 def _set(conversation: Conversation, argument: str) -> str:
     if not argument:
-        lines = [f"{name} {conversation.settings[name.replace('-', '_')]}" for name in _CHANGEABLE]
+        values = {name: conversation.settings[name.replace("-", "_")] for name in _CHANGEABLE}
+        lines = [f"{name} {'none' if value is None else value}" for name, value in values.items()]
         thinking = {None: "auto", True: "on", False: "off"}[conversation.thinking]
         return "\n".join([*lines, f"draft {'on' if conversation.draft else 'off'}", f"thinking {thinking}"])
     name, _, text = argument.partition(" ")

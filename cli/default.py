@@ -41,8 +41,8 @@ def default_command(
 ) -> None:
     """Remember what chat and generate use when nothing is said: a pair, a temperature, instructions.
 
-    Without any of these, say what it is. When no pair is remembered, it is the largest known pair that is downloaded
-    and fits this machine, else the demo.
+    Without any of these, show what is remembered. Without a remembered pair, chat and generate take the largest known
+    pair that is downloaded and fits this machine, or else the demo.
     """
     from dflash_mlx.hub.registry import find_pair
 

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import options
-from dflash_mlx.cli.output import LoadProgress, can_draw, is_terminal, styled
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.cli import launch, options
+from dflash_mlx.cli.output import LoadProgress, can_draw, is_terminal, marked, styled, wrapped
+from dflash_mlx.errors import DFlashError, UsageError
+from dflash_mlx.ranks import started_together
 from dflash_on_mlx import explain, other_version
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -23,6 +24,8 @@ EXAMPLES = """[bold]Examples[/bold]
   dflash-mlx doctor --kernels
 
   dflash-mlx doctor --json
+
+  dflash-mlx doctor --hosts 10.0.0.1,10.0.0.2 --pair qwen3-8b
 """
 
 
@@ -33,12 +36,32 @@ def doctor_command(
             "--kernels", help="Race the kernels of dflash-mlx against MLX's own; takes a minute or two on a GPU."
         ),
     ] = False,
+    hosts: launch.Hosts = None,
+    hostfile: launch.HostFile = None,
+    processes: launch.Processes = None,
+    backend: launch.BackendName = None,
+    pair: options.Pair = None,
+    model: options.Model = None,
     as_json: options.Json = False,
 ) -> None:
     """Say what dflash-mlx runs on here, what is broken, and what would make it faster.
 
-    The exit code is 1 when something is broken, else 0.
+    With --hosts or --hostfile: whether these machines can compute a model together. Their versions are compared, the
+    connection is tried and timed, and with --pair or --model the checksums of the model's files are compared, too.
+    The exit code is 1 when something is broken, else 0; with several machines it is always 0, as that of launch.
     """
+    together = hosts is not None or hostfile is not None or processes is not None
+    if kernels and (together or started_together()):
+        raise UsageError("--kernels is about one machine; leave it out where there are several.")
+    if together:
+        named = [*(["--pair", pair] if pair else []), *(["--model", model] if model else [])]
+        words = ["doctor", *named, *(["--json"] if as_json else [])]
+        launch.launch(words, hosts=hosts, hostfile=hostfile, processes=processes, backend=backend)
+        return
+    if started_together() and _examine_together(pair, model, as_json=as_json):
+        return
+    if pair is not None or model is not None:
+        raise UsageError("a model's files are compared between machines; name these, too (--hosts or --hostfile).")
     report = examine()
     if kernels:
         report["kernels"] = race_kernels()
@@ -48,6 +71,17 @@ def doctor_command(
         _print_report(report)
     if report["problems"]:
         raise typer.Exit(1)
+
+
+def _examine_together(pair: str | None, model: str | None, *, as_json: bool) -> bool:
+    """Look at all machines of a group; returns whether there are several. Raises UsageError."""
+    from dflash_mlx.cli.doctor_machines import examine_machines, target_source
+    from dflash_mlx.targets.machines import other_machines
+
+    machines = other_machines()
+    if machines is not None and not examine_machines(machines, target_source(pair, model), as_json=as_json):
+        raise typer.Exit(1)
+    return machines is not None
 
 
 def examine() -> dict[str, Any]:
@@ -206,7 +240,7 @@ def _terminal() -> dict[str, Any]:
 def _print_report(report: dict[str, Any]) -> None:
     def line(label: str, value: str | None) -> None:
         if value:
-            print(f"{label + ':':<15}{value}")
+            print(wrapped(f"{label + ':':<15}{value}", sys.stdout))
 
     kinds = {"metal": "Metal (Apple GPU)", "cuda": "CUDA (NVIDIA GPU)", "cpu": "CPU"}
     line("dflash-mlx", report["dflash_mlx"])
@@ -237,8 +271,8 @@ def _print_report(report: dict[str, Any]) -> None:
     if "kernels" in report:
         _print_races(report["kernels"])
     for problem in report["problems"]:
-        print(styled("broken: ", "red", sys.stdout) + problem)
+        print(marked("broken:", problem, "red", sys.stdout))
     for advice in report["advice"]:
-        print(styled("faster: ", "yellow", sys.stdout) + advice)
+        print(marked("faster:", advice, "yellow", sys.stdout))
     if not report["problems"] and not report["advice"]:
         print(styled("Everything is in order.", "green", sys.stdout))

@@ -55,6 +55,7 @@ def generate_command(
     method: options.MethodOption = Method.auto,
     no_draft: options.NoDraft = False,
     block_size: options.BlockSize = None,
+    steps: options.Steps = 1,
     width: options.Width = None,
     tree: options.Tree = False,
     dtype: options.Precision = options.DType.auto,
@@ -99,7 +100,7 @@ def generate_command(
 ) -> None:
     """Answer one prompt. The text goes to stdout as it comes; speed and acceptance length go to stderr.
 
-    Without --pair and --model it is the default pair that answers; see dflash-mlx default.
+    Without --pair and --model the default pair answers; see dflash-mlx default.
     """
     if raw and system is not None:
         raise UsageError("--system needs the chat template, which --raw leaves out; give one of them.")
@@ -116,6 +117,7 @@ def generate_command(
         method=method,
         no_draft=no_draft,
         block_size=block_size,
+        steps=steps,
         dtype=dtype,
         no_kernels=no_kernels,
         exact=exact,

@@ -1,6 +1,8 @@
 """`dflash-mlx models`: the pairs that are known, what each needs, and whether it works here."""
 
 import json
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -8,7 +10,7 @@ from typer.core import TyperGroup
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.models_table import print_table, size_words, yes_or_no
-from dflash_mlx.cli.output import note
+from dflash_mlx.cli.output import note, wrapped
 
 if TYPE_CHECKING:
     from dflash_mlx.hub.registry import PairSpec
@@ -35,7 +37,8 @@ _LABELS = {
     "target": "target (answers)",
     "drafter": "drafter (guesses)",
     "gated": "access",
-    "method": "method",
+    "method": "drafter's method",
+    "methods": "ways to draft",
     "size": "on disk",
     "memory": "in memory",
     "fits_memory": "fits this machine",
@@ -122,6 +125,7 @@ def show_command(name: Name, as_json: options.Json = False) -> None:
         return
     words = {
         **pair,
+        "methods": [*pair["methods"], *(["mtp if its files have the head"] if pair["brings_head"] is None else [])],
         "size": size_words(pair["disk_mb"]),
         "memory": _memory_words(pair["memory"]),
         "verified": _VERIFIED[pair["verified"]],
@@ -131,7 +135,7 @@ def show_command(name: Name, as_json: options.Json = False) -> None:
     }
     for key, label in _LABELS.items():
         if words[key] not in ("", []):
-            print(f"{label + ':':<20}{_words(words[key])}")
+            print(wrapped(f"{label + ':':<20}{_words(words[key])}", sys.stdout))
     for other in pair["other_targets"]:
         print(f"{'other target:':<20}{other}")
 
@@ -169,6 +173,7 @@ def describe(spec: "PairSpec") -> dict[str, Any]:
 
     target, drafter = find_on_disk(spec.target), find_on_disk(spec.drafter)
     needs = pair_needs(spec, target=target, drafter=drafter)
+    head = _brings_head(spec, target)
     return {
         "name": spec.name,
         "aliases": list(spec.aliases),
@@ -177,6 +182,8 @@ def describe(spec: "PairSpec") -> dict[str, Any]:
         "target": str(spec.target),
         "drafter": "comes with dflash-mlx" if spec.drafter.kind == "shipped" else str(spec.drafter),
         "method": spec.method,
+        "methods": ["dflash", "dflash+ngram", *(["mtp", "mtp+ngram"] if head else []), "ngram"],
+        "brings_head": head,
         "gated": spec.drafter.gated or spec.target.gated,
         "disk_mb": spec.disk_mb,
         "memory": {
@@ -197,6 +204,15 @@ def describe(spec: "PairSpec") -> dict[str, Any]:
         "other_targets": [str(source) for source in spec.other_targets],
         "sources": {"target": _source(spec.target, target), "drafter": _source(spec.drafter, drafter)},
     }
+
+
+def _brings_head(spec: "PairSpec", target: Path | None) -> bool | None:
+    """Whether the target drafts with a head of its own; None where that is seen once it is on this disk."""
+    from dflash_mlx.hub.own_head import HEAD_FAMILIES, brings_head
+
+    if target is not None:
+        return brings_head(target)
+    return None if spec.shape.family in HEAD_FAMILIES else False
 
 
 def _mentions(spec: "PairSpec", text: str) -> bool:

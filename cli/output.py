@@ -33,12 +33,36 @@ def styled(text: str, style: str, stream: TextIO) -> str:
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
 
 
-def note(text: str, *, style: str = "dim") -> None:
-    """Words on stderr, broken between words where a terminal is narrow."""
-    if is_terminal(sys.stderr):
-        room = max(20, terminal_width() - 1)
-        text = "\n".join("\n".join(textwrap.wrap(line, room)) for line in text.split("\n"))
-    print(styled(text, style, sys.stderr), file=sys.stderr, flush=True)
+def wrapped(text: str, stream: TextIO) -> str:
+    """Text broken between words where `stream` is a narrow terminal.
+
+    A line in columns, which have two or more spaces between them, goes on under its last column. Commands in backticks
+    stay whole, so that they can be copied.
+    """
+    if not is_terminal(stream):
+        return text
+    room = max(20, terminal_width() - 1)
+    lines = []
+    for line in text.split("\n"):
+        columns = re.match(r"(.*\S)? {2,}(?=\S)", line)
+        indent = columns.end() if columns and columns.end() < room - 20 else 0
+        whole = re.sub(r"`[^`]*`", lambda command: command[0].replace(" ", "\0"), line)
+        wrapper = textwrap.TextWrapper(
+            room, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+        lines.append(wrapper.fill(whole).replace("\0", " "))
+    return "\n".join(lines)
+
+
+def marked(mark: str, text: str, style: str, stream: TextIO) -> str:
+    """A message that begins with a word in colour, such as "error:"."""
+    return styled(mark, style, stream) + wrapped(f"{mark} {' '.join(text.split())}", stream).removeprefix(mark)
+
+
+def note(text: str, *, style: str = "dim", copyable: bool = False) -> None:
+    """Words on stderr, broken between words where a terminal is narrow. copyable: a command to copy, in one piece."""
+    words = text if copyable else wrapped(text, sys.stderr)
+    print(styled(words, style, sys.stderr), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -53,9 +53,9 @@ def parity_command(
 ) -> None:
     """Compare drafted answers with mlx-lm's plain decoding, on your machine and with your pair.
 
-    Greedy answers are compared token by token; where they part, plain decoding's two best tokens should be nearly tied.
-    Sampled answers are counted and compared with the target's exact probabilities. The last line is the verdict; the
-    exit code is 1 where drafting changed an answer.
+    Greedy answers are compared token by token. Where they differ, plain decoding's two best tokens should be nearly
+    tied. Sampled answers are counted and compared with the target's exact probabilities. The last line is the verdict.
+    The exit code is 1 if drafting changed an answer.
     """
     known = read_prompts(prompts) if prompts else built_in() if category else short_prompts()
     chosen = choose_category(known, category)

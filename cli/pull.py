@@ -134,6 +134,7 @@ def _mention_drafter(what: str, sources: "list[tuple[str, ModelSource]]") -> Non
         return
     drafter = match.pair.drafter
     if drafter.kind == "hub":
-        note(f"its drafter is {drafter}: dflash-mlx pull {drafter}")
+        note(f"its drafter is {drafter}: dflash-mlx pull {drafter}", copyable=True)
     else:
-        note(f'its drafter comes with dflash-mlx: dflash-mlx generate "Why is the sky blue?" --model {source}')
+        command = f'dflash-mlx generate "Why is the sky blue?" --model {source}'
+        note(f"its drafter comes with dflash-mlx: {command}", copyable=True)

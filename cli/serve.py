@@ -91,7 +91,7 @@ def serve_command(
             "--max-active",
             metavar="N",
             min=1,
-            help="Answers made at a time, in shared rounds; by default as many as this machine gains by.",
+            help="Answers made at the same time, in shared rounds. (default: as many as gain speed on this machine)",
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -127,7 +127,7 @@ def serve_command(
             "--timeout",
             metavar="SECONDS",
             min=0,
-            help="Stop an answer after so long; 0 never does.",
+            help="The longest time for an answer; 0: no limit.",
             rich_help_panel=SERVER,
         ),
     ] = 3600.0,
@@ -177,6 +177,7 @@ def serve_command(
                 max_active=max_active,
                 cache_bytes=_bytes(cache_gb),
                 memory_bytes=_bytes(memory_gb),
+                report=lambda message, _: note(message),
             ),
             names=tuple(dict.fromkeys((served_name(opened), *_aliases(pair), *(alias or ())))),
             defaults=Defaults(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p),
@@ -240,5 +241,6 @@ def _announce(service: "Service", address: str, has_key: bool, is_private: bool)
         f"try it:   curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n"
         f"OpenAI:   OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={'KEY' if has_key else 'none'}\n"
         f"Claude:   ANTHROPIC_BASE_URL={address} ANTHROPIC_AUTH_TOKEN={'KEY' if has_key else 'none'} "
-        f"ANTHROPIC_MODEL={name}"
+        f"ANTHROPIC_MODEL={name}",
+        copyable=True,
     )

@@ -36,16 +36,18 @@ def train_command(
     dtype: Annotated[str, _option("--dtype", "auto, float32, bfloat16 or float16.")] = "auto",
     seed: Annotated[int, _option("--seed", "Seed of data, weights and order.")] = 0,
     stop_after_minutes: Annotated[
-        float | None, _option("--stop-after-minutes", "Stop cleanly after so long; the same command continues.")
+        float | None, _option("--stop-after-minutes", "Stop cleanly after this time; the same command continues.")
     ] = None,
-    show: Annotated[int | None, _option("--show", "Print so many stored conversations and stop.")] = None,
+    show: Annotated[int | None, _option("--show", "Print this many stored conversations and stop.")] = None,
     data_minutes: Annotated[
         float | None, _option("--data-minutes", "Time for writing data (30 if no budget is given).", _DATA)
     ] = None,
     data_tokens: Annotated[int | None, _option("--data-tokens", "Tokens of data to write.", _DATA)] = None,
     data_batch: Annotated[int | None, _option("--data-batch", "Conversations written at once.", _DATA)] = None,
     max_length: Annotated[int, _option("--max-length", "Longest conversation, in tokens.", _DATA)] = 512,
-    max_user_tokens: Annotated[int, _option("--max-user-tokens", "Longest invented user turn.", _DATA)] = 128,
+    max_user_tokens: Annotated[
+        int, _option("--max-user-tokens", "Longest user turn that the target writes.", _DATA)
+    ] = 128,
     greedy_share: Annotated[float, _option("--greedy-share", "Share of greedy answers.", _DATA)] = 0.75,
     turns: Annotated[int, _option("--turns", "Answers in a conversation.", _DATA)] = 1,
     topics: Annotated[
@@ -96,7 +98,8 @@ def train_command(
     learning_rate: Annotated[float, _option("--learning-rate", "Highest learning rate.", _TRAINING)] = 8e-4,
     batch_size: Annotated[int, _option("--batch-size", "Conversations a step.", _TRAINING)] = 48,
     micro_batch: Annotated[
-        int | None, _option("--micro-batch", "Conversations on the device at once (found out if not given).", _TRAINING)
+        int | None,
+        _option("--micro-batch", "Conversations on the device at once. (default: found by trying)", _TRAINING),
     ] = None,
     anchors: Annotated[int, _option("--anchors", "Blocks drawn from a conversation a step.", _TRAINING)] = 64,
     optimizer: Annotated[str, _option("--optimizer", "adamw or muon.", _TRAINING)] = "adamw",
@@ -116,7 +119,7 @@ def train_command(
     quantize: Annotated[int | None, _option("--quantize", "Bits of the exported weights.", _RESULT)] = None,
     draft_vocabulary: Annotated[
         int | None,
-        _option("--draft-vocabulary", "Draft only so many tokens, the most frequent ones of the answers.", _RESULT),
+        _option("--draft-vocabulary", "Draft only this many tokens: the most frequent ones of the answers.", _RESULT),
     ] = None,
     license: Annotated[str | None, _option("--license", "License for the model card.", _RESULT)] = None,
     push: Annotated[str | None, _option("--push", "Upload to this Hub repository.", _RESULT)] = None,
@@ -142,7 +145,7 @@ def train_command(
     if result.stage == "done":
         typer.echo(str(result.out))
         words = ("dflash-mlx", "chat", "--model", str(options.model), "--draft-model", str(result.out))
-        note(f"try it: {shlex.join(words)}")
+        note(f"try it: {shlex.join(words)}", copyable=True)
 
 
 def parse_taps(text: str | None) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class Answer:
         return len(self.prompt) - 1 - len(self.session.tokens)
 
     def read(self, most: int) -> None:
-        """Read the next chunk of the prompt, of at most so many tokens."""
+        """Read the next chunk of the prompt, of at most this many tokens."""
         next(prefill_chunks(self.session, self.prompt[:-1], most=most))
 
     def begin(self) -> Lane:

@@ -17,13 +17,13 @@ from dflash_mlx.wired import wired
 
 # What a turn brings to an answer: tokens, an error that ends it, or (done, total) of its prompt.
 News = GenerationResponse | Exception | tuple[int, int]
-# Reading prompts may take so many times as long as a round, while answers are running: their tokens then come at most
+# Reading prompts may take this many times as long as a round, while answers are running: their tokens then come at most
 # this much later.
 _READING = 1.0
 _SMALLEST_CHUNK = 8
 # Prompts that are read in one pass are filled up to the longest, which may make the pass this much longer.
 _PADDING = 1.25
-# Where every place is taken, prompts may wait so many rounds for others, to be read in one pass with them.
+# Where every place is taken, prompts may wait this many rounds for others, to be read in one pass with them.
 _MOST_WAITED = 8
 # Rows that are longer than need be may take this share of the weights' bytes.
 _MOST_PADDING = 0.5
@@ -209,7 +209,7 @@ class Answering:
         return self._engines[-1]
 
     def _suits(self, engine: Engine, tokens: int) -> bool:
-        """Whether an answer with so many tokens should share its rounds with an engine's.
+        """Whether an answer with this many tokens should share its rounds with an engine's.
 
         The rows of a batch are all as long as the longest. What is read and computed for that must be clearly less than
         the weights, which rounds of its own would read again.

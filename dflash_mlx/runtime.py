@@ -188,7 +188,7 @@ def _advice(facts: Backend) -> tuple[str, ...]:
         advice += _mac_advice(facts)
     if _version(facts.mlx_version) < MINIMUM_MLX:
         wanted = ".".join(map(str, MINIMUM_MLX))
-        advice.append(f"MLX {facts.mlx_version} is older than {wanted}: pip install --upgrade mlx mlx-lm")
+        advice.append(f"MLX {facts.mlx_version} is older than {wanted}: `pip install --upgrade mlx mlx-lm`")
     if facts.memory_bytes < 8e9:
         advice.append(
             f"{facts.memory_bytes / 2**30:.0f} GiB of memory suit models up to about 4 GB on disk: take 4-bit models, "
@@ -202,14 +202,13 @@ def _linux_advice(facts: Backend) -> list[str]:
     if facts.blas is None:
         advice.append(
             "install OpenBLAS; float32 products become 5 to 30 times faster: "
-            "sudo apt-get install libopenblas0-pthread (Fedora: sudo dnf install openblas-threads)"
+            "`sudo apt-get install libopenblas0-pthread` (Fedora: `sudo dnf install openblas-threads`)"
         )
     if _output_of("nvidia-smi", "-L"):
-        # The CPU's and the GPU's build of MLX are one file in two packages; the one that was installed last counts.
+        # The CPU's and the GPU's build of MLX are one file in two packages: it goes with the first that is removed.
         advice.append(
-            "this machine has an NVIDIA GPU and MLX was installed for the CPU: "
-            f"pip install 'mlx[cuda13]=={facts.mlx_version}', then "
-            f"pip install --force-reinstall --no-deps mlx-cuda-13=={facts.mlx_version}"
+            "this machine has an NVIDIA GPU and MLX was installed for the CPU: `pip uninstall mlx-cpu mlx-cuda-13`, "
+            f"then `pip install 'mlx[cuda13]=={facts.mlx_version}'`"
         )
     return advice
 

@@ -21,7 +21,7 @@ from dflash_mlx.caches.tree_rows import branched
 from dflash_mlx.decoding import decode as one_answer
 from dflash_mlx.generation import generate
 from dflash_mlx.kernels.exact.model import make_exact
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.target import Target
 

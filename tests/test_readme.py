@@ -127,6 +127,15 @@ def test_make_targets_and_extras_exist() -> None:
         assert re.search(rf"^{extra} = \[", pyproject, re.MULTILINE), f"there is no extra {extra}"
 
 
+def test_the_documents_install_the_cuda_that_pyproject_names() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    [requirement] = re.findall(r'^cuda = \["([^;]+);', pyproject, re.MULTILINE)
+    install = DOCUMENTS["docs/install.md"]
+    assert f'pip install "{requirement}"' in install
+    [excludes] = set(re.findall(r"--excludes (\S+)", install))
+    assert (ROOT / excludes).read_text(encoding="utf-8").splitlines()[1:] == ["mlx-cpu"]
+
+
 def test_ci_runs_the_command_for_tests() -> None:
     assert {("make", "test"), ("make", "check")} <= {tuple(words) for words in shell_commands()}
     assert re.search(r"^exec make check$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
@@ -186,6 +195,13 @@ def test_the_readme_is_short_and_lists_every_page() -> None:
     assert {name for name in DOCUMENTS if name.startswith("docs/")} == linked
 
 
+def test_the_site_shows_every_page() -> None:
+    """What `make site` would find, without MkDocs."""
+    shown = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(DOCUMENTS) <= set(shown)
+    assert [page for page in shown if not (ROOT / page).is_file()] == []
+
+
 def test_the_public_names_are_described() -> None:
     """Every name, every argument and every field is in the section about it."""
     sections = dict(re.findall(r"^##+ ([^\n]+)\n(.*?)(?=^##|\Z)", API, re.MULTILINE | re.DOTALL))
@@ -208,7 +224,7 @@ def test_the_public_names_are_described() -> None:
 
 
 def test_the_signatures_are_those_of_the_code() -> None:
-    for name in ("load_pair", "generate", "stream_generate", "generate_many", "stream_many"):
+    for name in ("load_pair", "generate", "stream_generate", "generate_many", "stream_many", "DFlashModel"):
         [shown] = re.findall(rf"^{name}\((.*?)\)$", "\n".join(blocks("text", API)), re.MULTILINE | re.DOTALL)
         parameters = list(inspect.signature(getattr(dflash_mlx, name)).parameters.values())
         keyword_only = [p.kind for p in parameters].index(inspect.Parameter.KEYWORD_ONLY)
@@ -223,7 +239,7 @@ def test_the_python_examples_run(
     demo_pair: ModelPair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One after another, as in a session of a reader."""
-    monkeypatch.setattr("dflash_mlx.pair.load_pair", lambda name: demo_pair)
+    monkeypatch.setattr("dflash_mlx.loading.load_pair", lambda name: demo_pair)
     first, *more = blocks("python", API)
     names: dict[str, Any] = {}
     exec(compile(first, "docs/python-api.md", "exec"), names)

@@ -69,7 +69,8 @@ def test_linux_without_openblas_is_told_how_to_get_it(machine):
 
 def test_an_idle_nvidia_gpu_is_noticed(machine):
     machine("linux", "x86_64", nvidia_smi="GPU 0: NVIDIA H200")
-    assert "mlx[cuda13]==0.32.4" in " ".join(runtime._advice(CPU))
+    advice = " ".join(runtime._advice(CPU))
+    assert "`pip uninstall mlx-cpu mlx-cuda-13`, then `pip install 'mlx[cuda13]==0.32.4'`" in advice
     assert runtime._advice(replace(CPU, kind="cuda")) == ()
 
 

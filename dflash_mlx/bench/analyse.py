@@ -153,7 +153,7 @@ class RoundTime:
 
 
 def by_width(rounds: Sequence[Round], *, fewest: int = 3) -> list[RoundTime]:
-    """How long rounds took by the drafts they verified, where there were at least so many of them."""
+    """How long rounds took by the drafts they verified, where there were at least this many of them."""
     widths: dict[int, list[float]] = {}
     for r in rounds:
         widths.setdefault(r.width, []).append(r.ms)

@@ -53,7 +53,7 @@ def split_round(pair: ModelPair, rounds: Sequence[Round]) -> Split | None:
 
 
 def draft_ms(pair: ModelPair, places: int) -> float:
-    """A draft of so many places, alone, to its end."""
+    """A draft of this many places, alone, to its end."""
     assert pair.drafter is not None
     session = pair.new_session()
     session.feed([0] * _CONTEXT)
@@ -64,7 +64,7 @@ def draft_ms(pair: ModelPair, places: int) -> float:
 
 
 def pass_ms(pair: ModelPair, rows: int) -> float:
-    """The target's pass over so many rows, alone, to its end."""
+    """The target's pass over this many rows, alone, to its end."""
     cache = pair.target.make_cache()
     mx.eval(pair.target.forward(mx.zeros((1, _CONTEXT), mx.int32), cache))
     tokens = mx.zeros((1, rows), mx.int32)

@@ -131,7 +131,7 @@ def take(prompts: Sequence[BenchPrompt], limit: int, *, shuffle: bool = False) -
 
 
 def padder(count: Callable[[str], int]) -> Callable[[str, int], str]:
-    """A function that puts text before a prompt until it has about so many tokens, as `count` counts them.
+    """A function that puts text before a prompt until it has about this many tokens, as `count` counts them.
 
     The text comes from the built-in long prompts, from the beginning again where they are not enough. A prompt that is
     long enough by itself stays as it is.

@@ -186,7 +186,7 @@ class Rows:
         return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing > 0 else array
 
     def add(self, count: int) -> None:
-        """Add so many rows that hold nothing."""
+        """Add this many rows that hold nothing."""
 
         def longer(array: mx.array) -> mx.array:
             return mx.pad(array, [(0, count), *[(0, 0)] * (array.ndim - 1)])

@@ -225,7 +225,7 @@ class Batch:
 
 
 def rows_for(lanes: int) -> int:
-    """How many rows so many lanes should have.
+    """How many rows this many lanes should have.
 
     On CUDA, MLX compiles and plans anew for each number of rows (up to 150 ms at a time on an H200), and rows cost
     little; so some stay empty there until a smaller number does.
@@ -237,7 +237,7 @@ def rows_for(lanes: int) -> int:
 
 
 def reading_shape(prompts: int, tokens: int) -> tuple[int, int]:
-    """How many rows of how many tokens to feed, for so many prompts of at most so many tokens: few shapes on CUDA."""
+    """How many rows of how many tokens to feed for prompts of at most this many tokens: few shapes on CUDA."""
     if backend().kind != "cuda":
         return prompts, tokens
     return rows_for(prompts), -(-tokens // _READING_STEP) * _READING_STEP

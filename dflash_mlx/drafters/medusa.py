@@ -22,7 +22,7 @@ from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.targets.target import Target
 
-_NAME = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)$")
+_NAME = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias|scales|biases)$")
 
 
 class MedusaHead(nn.Module):

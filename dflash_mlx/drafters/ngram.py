@@ -151,6 +151,9 @@ class NgramState:
                 log_probs[row] = np.log([lookup.chance(further) for further in range(places)])
         return Drafted(mx.array(tokens), log_probs=mx.array(log_probs))
 
+    def withdraw(self) -> None:
+        pass
+
     def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
         pass
 

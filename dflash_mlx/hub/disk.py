@@ -43,7 +43,8 @@ def list_items() -> list[Item]:
     items = list(_models(home / "models"))
     costs = tuple(file for folder in _COSTS for file in _files(home / folder) if _COST_FILE.fullmatch(file.name))
     if costs:
-        items.append(_item(MEASUREMENTS, "measurements", f"speeds of this machine, {len(costs)} files", costs))
+        files = "1 file" if len(costs) == 1 else f"{len(costs)} files"
+        items.append(_item(MEASUREMENTS, "measurements", f"speeds of this machine, {files}", costs))
     left = tuple(_leftovers(home))
     if left:
         items.append(_item(LEFTOVERS, "leftovers", "of runs that were killed", left))

@@ -23,7 +23,7 @@ _STEEP = 2.0
 # Drafting, or another width, must promise so many times as much: a GPU compiles anew for another shape, and lanes that
 # join have more to bring along.
 _WORTH = 1.1
-# After so many rounds whose drafts were not worth it, so many are made without drafting; more each time.
+# After this many rounds whose drafts were not worth it, this many are made without drafting; more each time.
 _MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 16, 256
 
 
@@ -58,7 +58,7 @@ class GroupCosts:
     _drift: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
 
     def round(self, lanes: int, width: int, *, drafted: int | None = None) -> float:
-        """A round of so many lanes that verifies `width` drafts of `drafted` places each (as many, when None)."""
+        """A round of this many lanes that verifies `width` drafts of `drafted` places each (as many, when None)."""
         drafted = width if drafted is None else drafted
         drafting = interpolate(self.draft, lanes * (drafted + 1)) if drafted else 0.0
         rows = lanes * (width + 1)

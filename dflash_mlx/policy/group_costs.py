@@ -25,7 +25,7 @@ _PROMPT_TOKENS = 64
 _WARM_UP, _TIMED, _SECONDS_A_POINT = 1, 5, 0.25
 # A draft that is waited for takes longer than its share of a round, of which it is taken to be this much at most.
 _MOST_DRAFTING = 0.5
-# Where a pass of single rows takes this long, measuring stops after about so many seconds; the rest is interpolated.
+# Where a pass of single rows takes this long, measuring stops after about this many seconds; the rest is interpolated.
 _SLOW, _SECONDS_TO_SPEND = 0.03, 10.0
 # Rows of each lane that are tried: an anchor and its drafts.
 _ROWS = (2, 4, 8, 16)

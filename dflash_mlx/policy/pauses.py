@@ -9,7 +9,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
 _FADE = 0.95
 # Standard errors by which the mean of the rounds may be off: pauses about one time in ten where drafting gains a fifth.
 _ERRORS = 1.5
-# Before anything is seen, a round's tokens are taken to vary this much; weighs as much as so many rounds.
+# Before anything is seen, a round's tokens are taken to vary this much; weighs as much as this many rounds.
 _VARIANCE, _VARIANCE_WEIGHT = 1.0, 4.0
 
 

@@ -5,8 +5,8 @@ _FADE = 0.9
 _SPREAD = 0.2
 # Chunks of about the same size before a larger one is tried, to see again what the fixed part is; and how much larger.
 _SAME, _LARGER = 16, 1.5
-# Once some passes are known, one that takes much longer than expected counts as so many times that only: a GPU compiles
-# for a new shape.
+# Once some passes are known, one that takes much longer than expected counts as this many times that only: a GPU
+# compiles for a new shape.
 _KNOWN, _MOST_SURPRISE = 3, 3.0
 
 
@@ -32,7 +32,7 @@ class ReadingTimes:
         return self.a_token > 0
 
     def observe(self, tokens: int, seconds: float, *, whole: bool) -> None:
-        """A pass over so many tokens; whole: of prompts of which nothing was known, up to their ends."""
+        """A pass over this many tokens; whole: of prompts of which nothing was known, up to their ends."""
         if whole:
             self._fit(tokens, seconds)
             self._chunk = None

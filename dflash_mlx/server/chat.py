@@ -14,7 +14,7 @@ from dflash_mlx.server.failures import RequestError
 from dflash_mlx.server.fields import Fields
 from dflash_mlx.server.formats import read_format
 from dflash_mlx.server.grammar import answer_grammar
-from dflash_mlx.server.logprobs import read_top_logprobs
+from dflash_mlx.server.logprobs import read_prompt_logprobs, read_top_logprobs
 from dflash_mlx.server.parameters import answers_wanted, max_tokens_of, sampling, stop_strings, wants_draft_and_rounds
 from dflash_mlx.server.prompts import (
     ANSWER,
@@ -99,7 +99,14 @@ def read_request(service: Service, fields: Fields) -> ChatRequest:
         model=model,
         messages=chat_messages(fields),
         variables=template_variables(fields),
-        order=Order(prompts=[], params=params, n=answers_wanted(fields), draft=draft, offer=offered),
+        order=Order(
+            prompts=[],
+            params=params,
+            n=answers_wanted(fields),
+            draft=draft,
+            offer=offered,
+            prompt_logprobs=read_prompt_logprobs(fields, stream=stream),
+        ),
         wants_json=wants_json,
         schema=schema,
         stream=stream,
@@ -142,8 +149,7 @@ def read_tools(fields: Fields, tokenizer: Any) -> Offer:
             raise tool.wrong("function", "an object")
         tools.append(function_tool(function))
         tool.done()
-    choice, only = read_choice(fields)
-    return offer(tools, choice, fields.flag("parallel_tool_calls", True), tokenizer, only=only)
+    return offer(tools, read_choice(fields), fields.flag("parallel_tool_calls", True), tokenizer)
 
 
 async def prepare(service: Service, asked: ChatRequest) -> Order:

@@ -9,7 +9,7 @@ from dflash_mlx.answer import GenerationResponse
 from dflash_mlx.server.answers import Answers, Piece, Said
 from dflash_mlx.server.channels import CONTENT, REASONING
 from dflash_mlx.server.failures import failure
-from dflash_mlx.server.logprobs import chat_logprobs
+from dflash_mlx.server.logprobs import chat_logprobs, prompt_logprobs
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.streaming import event
 from dflash_mlx.server.tools import ToolCall
@@ -41,13 +41,17 @@ class ChatReply:
         async for piece in self.answers.pieces():
             choices[piece.index].add(piece, self.service)
         self.service.observe(self.answers)
-        return {
+        answer = {
             **self.head,
             "object": "chat.completion",
             "choices": [choice.to_json(self.with_logprobs) for choice in choices],
             "usage": usage(self.answers),
             "dflash": self.answers.statistics(),
         }
+        if (count := self.answers.order.prompt_logprobs) is not None:
+            entries = self.answers.all[0].ticket.prompt_logprobs
+            answer["prompt_logprobs"] = prompt_logprobs(entries, count, self.service.vocabulary)
+        return answer
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         calls = [0] * len(self.answers.all)

@@ -18,7 +18,14 @@ from dflash_mlx.server.failures import RequestError, failure
 from dflash_mlx.server.fields import Fields
 from dflash_mlx.server.fill_in_the_middle import fill_in_the_middle
 from dflash_mlx.server.formats import read_format
-from dflash_mlx.server.logprobs import Echo, Offsets, completion_logprobs, prompt_logprobs
+from dflash_mlx.server.logprobs import (
+    Echo,
+    Offsets,
+    completion_logprobs,
+    echo_logprobs,
+    prompt_logprobs,
+    read_prompt_logprobs,
+)
 from dflash_mlx.server.parameters import MAX_ANSWERS, answers_wanted, max_tokens_of, sampling, stop_strings, wants_draft
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.streaming import EventStream, event, unless_gone
@@ -28,12 +35,16 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """A checked request; prompts are texts or token ids. echo: the answers begin with their prompts."""
+    """A checked request; prompts are texts or token ids. echo: the answers begin with their prompts.
+
+    prompt_logprobs: how many alternatives to report for each token of a prompt, beside its answer; None: no report.
+    """
 
     model: str
     prompts: list[str | list[int]]
     suffix: str
     echo: bool
+    prompt_logprobs: int | None
     order: Order
     wants_json: bool
     schema: dict[str, Any] | None
@@ -67,6 +78,8 @@ def read_request(service: Service, fields: Fields) -> CompletionRequest:
     wants_json, schema = read_format(fields)
     stream, include_usage = read_stream_options(fields)
     echo, suffix = fields.flag("echo"), fields.text("suffix") or ""
+    scored = read_prompt_logprobs(fields, stream=stream)
+    alternatives = [n for n in (scored, params.top_logprobs if echo else None) if n is not None]
     if suffix and (echo or not all(isinstance(prompt, str) for prompt in prompts)):
         raise RequestError("suffix needs prompts that are texts, and no echo.", param="suffix")
     order = Order(
@@ -75,7 +88,7 @@ def read_request(service: Service, fields: Fields) -> CompletionRequest:
         n=n,
         draft=wants_draft(fields),
         continues=True,
-        prompt_logprobs=params.top_logprobs if echo else None,
+        prompt_logprobs=max(alternatives, default=None),
         only_prompt=only_prompt,
     )
     asked = CompletionRequest(
@@ -83,6 +96,7 @@ def read_request(service: Service, fields: Fields) -> CompletionRequest:
         prompts=prompts,
         suffix=suffix,
         echo=echo,
+        prompt_logprobs=scored,
         order=order,
         wants_json=wants_json,
         schema=schema,
@@ -168,10 +182,14 @@ class _Reply:
                 logprobs[piece.index][name] += values
             finishes[piece.index] = piece.finish
         self.service.observe(self.answers)
-        choices = [
+        choices: list[dict[str, Any]] = [
             {"index": i, "text": text, "logprobs": logprobs[i] if self.with_logprobs else None, "finish_reason": finish}
             for i, (text, finish) in enumerate(zip(texts, finishes, strict=True))
         ]
+        if (count := self.asked.prompt_logprobs) is not None:
+            for choice, answer in zip(choices, self.answers.all, strict=True):
+                entries = answer.ticket.prompt_logprobs
+                choice["prompt_logprobs"] = prompt_logprobs(entries, count, self.service.vocabulary)
         return {**self.head, "choices": choices, "usage": usage(self.answers), "dflash": self.answers.statistics()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -206,8 +224,9 @@ class _Reply:
         text = echo.text + _text(piece)
         if not self.with_logprobs:
             return text, None
-        entries = self.answers.all[piece.index].ticket.prompt_logprobs
-        found = prompt_logprobs(echo, entries, self.service.vocabulary, offsets)
+        count = self.asked.order.params.top_logprobs
+        entries = [replace(e, top=e.top[:count]) for e in self.answers.all[piece.index].ticket.prompt_logprobs]
+        found = echo_logprobs(echo, entries, self.service.vocabulary, offsets)
         for name, values in (self._logprobs(piece) or {}).items():
             found[name] += values
         return text, found

@@ -59,9 +59,9 @@ def _calls(tokenizer: Any, offered: Offer) -> list[str]:
             "a response format, and tell the model in a message which tool to call.",
             param="tool_choice",
         )
-    tools = [tool["function"] for tool in offered.tools if offered.only in (None, tool["function"]["name"])]
+    tools = [tool["function"] for tool in offered.tools]
     begin, end = (_marker(tokenizer, m) for m in (tokenizer.tool_call_start, tokenizer.tool_call_end))
-    several = f" ({_GAP} call)*" if offered.parallel and offered.only is None else ""
+    several = f" ({_GAP} call)*" if offered.parallel else ""
     rules = [f"calls: call{several}", f'call: {begin} "\\n" ({_any_of("tool", len(tools))}) "\\n" {end}']
     for i, tool in enumerate(tools):
         rules += write(f"tool_{i}", tool)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_mlx.decoding.logprobs import TokenLogprob
+from dflash_mlx.scoring import ScoredToken
 from dflash_mlx.server.failures import RequestError
 from dflash_mlx.server.fields import Fields
 from dflash_mlx.server.vocabulary import Vocabulary
@@ -22,6 +23,16 @@ def read_top_logprobs(fields: Fields) -> int | None:
             raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
         return None
     return top or 0
+
+
+def read_prompt_logprobs(fields: Fields, *, stream: bool) -> int | None:
+    """vLLM's `prompt_logprobs`: how many alternatives for each token of the prompt, or None. Raises RequestError."""
+    count = fields.whole("prompt_logprobs", 0, 20)
+    if count is not None and stream:
+        raise RequestError(
+            "prompt_logprobs comes with whole answers only; ask without stream.", param="prompt_logprobs"
+        )
+    return count
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], vocabulary: Vocabulary) -> dict[str, Any]:
@@ -61,7 +72,25 @@ class Echo:
     added: int
 
 
-def prompt_logprobs(
+def prompt_logprobs(entries: Sequence[ScoredToken], count: int, vocabulary: Vocabulary) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs` of an answer: for each token of its prompt that token and the `count` likeliest ones.
+
+    Nothing is known of the first token, which follows on nothing.
+    """
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": vocabulary.text_of(token)}
+
+    found: list[dict[str, Any] | None] = [None]
+    for e in entries:
+        here = {str(e.token_id): entry(e.token_id, e.logprob, e.rank)}
+        for rank, (token, logprob) in enumerate(e.top[:count], 1):
+            here.setdefault(str(token), entry(token, logprob, rank))
+        found.append(here)
+    return found
+
+
+def echo_logprobs(
     echo: Echo, entries: Sequence[TokenLogprob], vocabulary: Vocabulary, offsets: Offsets
 ) -> dict[str, Any]:
     """Of the tokens of an echoed prompt. Nothing is known of the first one, which follows on nothing."""

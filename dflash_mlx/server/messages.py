@@ -15,7 +15,7 @@ from dflash_mlx.server.parameters import MAX_TOKENS, sampling, stop_strings, wan
 from dflash_mlx.server.prompts import ANSWER, CONTINUED, earlier_call, effort_variables, template_variables
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.streaming import EventStream, unless_gone
-from dflash_mlx.server.tools import Offer, function_tool, offer
+from dflash_mlx.server.tools import Choice, Offer, function_tool, offer
 
 # Sent by common clients; they change nothing here. docs/server.md says so.
 WITHOUT_EFFECT = (
@@ -123,12 +123,13 @@ def _read_tools(fields: Fields, tokenizer: Any) -> Offer:
         tools.append(function_tool(tool, schema="input_schema"))
     choice = fields.object("tool_choice")
     if choice is None:
-        return offer(tools, "auto", True, tokenizer)
+        return offer(tools, Choice(), True, tokenizer)
     kind = choice.choice("type", ("auto", "any", "tool", "none"), "auto")
-    only = choice.required_text("name") if kind == "tool" else None
+    only = (choice.required_text("name"),) if kind == "tool" else None
     parallel = not choice.flag("disable_parallel_tool_use")
     choice.done()
-    return offer(tools, {"any": "required", "tool": "required"}.get(kind, kind), parallel, tokenizer, only=only)
+    mode = {"any": "required", "tool": "required"}.get(kind, kind)
+    return offer(tools, Choice(mode, only, several=only is None), parallel, tokenizer)
 
 
 def _system(fields: Fields) -> list[dict[str, Any]]:

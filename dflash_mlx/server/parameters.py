@@ -28,7 +28,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "logits_processors": ([],),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "chat_template": (),

@@ -132,8 +132,7 @@ def _read_tools(fields: Fields, tokenizer: Any) -> Offer:
             fields.ignore(f"{tool.where('type')}.{kind}")
             continue
         tools.append(function_tool(tool))
-    choice, only = read_choice(fields)
-    return offer(tools, choice, fields.flag("parallel_tool_calls", True), tokenizer, only=only)
+    return offer(tools, read_choice(fields), fields.flag("parallel_tool_calls", True), tokenizer)
 
 
 def _conversation(fields: Fields) -> list[dict[str, Any]]:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflash_mlx.decoding.constraint import Constraint
-from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.generation import GenerationResponse
 from dflash_mlx.sampling import SamplingParams
+from dflash_mlx.scoring import ScoredToken
 
 
 class QueueFullError(DFlashError):
@@ -70,7 +70,7 @@ class Ticket:
         self.submitted_at = time.perf_counter()
         self.queued_seconds: float | None = None
         self.first_token_seconds: float | None = None
-        self.prompt_logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[ScoredToken] = []
         self._on_cancel = on_cancel
         self._lock = threading.Lock()
         self._items: deque[GenerationResponse] = deque()

@@ -31,16 +31,24 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """The tools of a request in OpenAI's chat form, empty when the model must not use any.
+class Choice:
+    """What `tool_choice` asks for: "auto", "none" or "required", of the tools `names` (None: of all), once or more."""
 
-    forced: the answer has to be a call, and of the tool `only` where that is set.
+    mode: str = "auto"
+    names: tuple[str, ...] | None = None
+    several: bool = True
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The tools that the model may call, in OpenAI's chat form; empty when it must not use any.
+
+    forced: the answer has to be a call.
     """
 
     tools: tuple[dict[str, Any], ...] = ()
     parallel: bool = True
     forced: bool = False
-    only: str | None = None
     id_prefix: str = "call_"  # of calls to which the model gives no id: OpenAI's form
 
 
@@ -57,23 +65,24 @@ def function_tool(fields: Fields, *, schema: str = "parameters") -> dict[str, An
     return {"type": "function", "function": function}
 
 
-def offer(
-    tools: list[dict[str, Any]], choice: str, parallel: bool, tokenizer: Any, *, only: str | None = None
-) -> Offer:
-    """The tools to use. choice: "auto", "none" or "required"; only: the one to call. Raises RequestError."""
+def offer(tools: list[dict[str, Any]], choice: Choice, parallel: bool, tokenizer: Any) -> Offer:
+    """The tools to use; the model is not told of those that it may not call. Raises RequestError."""
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools should be at most {MAX_TOOLS}; got {len(tools)}.", param="tools")
-    names = [tool["function"]["name"] for tool in tools]
-    if only is not None and only not in names:
-        raise RequestError(f"tool_choice names {only[:80]!r}, which is not among the tools.", param="tool_choice")
-    if choice not in ("auto", "none", "required"):
+    if choice.mode not in ("auto", "none", "required"):
         raise RequestError(
-            f"tool_choice should be auto, none, required or a tool; got {choice[:80]}.", param="tool_choice"
+            f"tool_choice should be auto, none, required or a tool; got {choice.mode[:80]}.", param="tool_choice"
         )
-    forced = choice == "required" or only is not None
+    known = [tool["function"]["name"] for tool in tools]
+    unknown = next((name for name in choice.names or () if name not in known), None)
+    if unknown is not None:
+        raise RequestError(f"tool_choice names {unknown[:80]!r}, which is not among the tools.", param="tool_choice")
+    if choice.names is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] in choice.names]
+    forced = choice.mode == "required"
     if forced and not tools:
         raise RequestError("tool_choice asks for a call, and there are no tools; add some.", param="tool_choice")
-    if not tools or choice == "none":
+    if not tools or choice.mode == "none":
         return Offer()
     if not tokenizer.has_tool_calling:
         raise RequestError(
@@ -81,21 +90,31 @@ def offer(
             "model that has it.",
             param="tools",
         )
-    return Offer(tuple(tools), parallel and only is None, forced, only)
+    return Offer(tuple(tools), parallel and choice.several, forced)
 
 
-def read_choice(fields: Fields) -> tuple[str, str | None]:
-    """OpenAI's `tool_choice`: a word and, for a tool by name, that name. Raises RequestError."""
+def read_choice(fields: Fields) -> Choice:
+    """OpenAI's `tool_choice`: a word, a tool by name, or a list of those that are allowed. Raises RequestError."""
     choice = fields.any("tool_choice")
     if choice is None or isinstance(choice, str):
-        return choice or "auto", None
+        return Choice(choice or "auto")
     named = fields.object("tool_choice")
     if named is None:
         raise fields.wrong("tool_choice", "auto, none, required or a tool")
-    if named.any("type") != "function":
-        raise fields.wrong("tool_choice", "auto, none, required or an object of type function")
-    name = (named.object("function") or named).required_text("name")
-    return "required", name
+    kind = named.any("type")
+    if kind == "function":
+        return Choice("required", (_name(named),), several=False)
+    if kind != "allowed_tools":
+        raise fields.wrong("tool_choice", "auto, none, required or an object of type function or allowed_tools")
+    # Chat has one object more around it than responses has.
+    allowed = named.object("allowed_tools") or named
+    names = tuple(_name(tool) for tool in allowed.objects("tools") if tool.any("type") == "function")
+    return Choice(allowed.choice("mode", ("auto", "required"), "auto"), names)
+
+
+def _name(tool: Fields) -> str:
+    """A tool's name, in chat's form or in that of responses."""
+    return (tool.object("function") or tool).required_text("name")
 
 
 def parse_calls(text: str, offered: Offer, tokenizer: Any) -> list[ToolCall] | None:

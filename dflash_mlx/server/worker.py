@@ -12,11 +12,10 @@ import mlx.core as mx
 from dflash_mlx.answer import Answer, GenerationResponse, fitting_max_tokens, require_possible
 from dflash_mlx.answering import Answering
 from dflash_mlx.decoding.fork import can_cut, fork
-from dflash_mlx.decoding.logprobs import TokenLogprob
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.errors import PromptError
-from dflash_mlx.pair import ModelPair
-from dflash_mlx.scoring import score
+from dflash_mlx.pair import ModelPair, Report
+from dflash_mlx.scoring import ScoredToken, score
 from dflash_mlx.server.fair_queue import FairQueue
 from dflash_mlx.server.memory import MemoryBudget, Need, total_need
 from dflash_mlx.server.prefix_cache import PrefixCache
@@ -29,7 +28,7 @@ __all__ = ["Job", "QueueFullError", "Ticket", "TooLargeError", "Worker", "Worker
 _WORTH_WAITING = 64
 # Answers at a time, unless the caller says otherwise: the most that are tried, and where they are made one by one.
 _MOST_ACTIVE, _MOST_APART = 32, 4
-# Twice as many answers at a time must give so many times as many tokens a second.
+# Twice as many answers at a time must give this many times as many tokens a second.
 _WORTH_DOUBLING = 1.1
 
 
@@ -41,7 +40,7 @@ class _Running:
     need: Need
     started_at: float
     answer: Answer | None = None
-    scoring: Iterator[list[TokenLogprob]] | None = None  # of its prompt, which comes before the answer
+    scoring: Iterator[list[ScoredToken]] | None = None  # of its prompt, which comes before the answer
     newest_at: float = 0.0  # when its newest tokens came
 
     @property
@@ -64,7 +63,8 @@ class Worker:
     draft=False refuses to draft at all. max_queue: jobs that may wait beside those in progress, of which there are
     at most max_active, by default as many as this machine gains by. cache_bytes: for the prefix cache, by default half
     of what the models leave over. memory_bytes: what models, caches and answers may take, by default most of the
-    machine's memory. width: drafts a round; None chooses by measured speed.
+    machine's memory. width: drafts a round; None chooses by measured speed. report(message, None) tells what is done
+    before the first answer.
     """
 
     def __init__(
@@ -77,8 +77,10 @@ class Worker:
         cache_bytes: int | None = None,
         memory_bytes: int | None = None,
         width: int | None = None,
+        report: Report | None = None,
     ) -> None:
         self.pair = pair
+        self._report = report
         self.draft = draft and pair.drafter is not None
         self.max_queue, self.width = max_queue, width
         self._max_active_wanted = max_active
@@ -197,16 +199,18 @@ class Worker:
     def _prepare(self) -> None:
         together = self.pair.target.takes_rows()
         if self.draft and self.width is None:
-            self.pair.round_costs()
+            self.pair.round_costs(self._report)
         most = self._max_active_wanted or (_MOST_ACTIVE if together else _MOST_APART)
         self._answering = Answering(self.pair, draft=self.draft, width=self.width, most_lanes=most)
         if self._max_active_wanted is None and together and self.draft and self.width is None:
-            most = worthwhile_lanes(self.pair.group_costs(most).plain)
+            most = worthwhile_lanes(self.pair.group_costs(most, self._report).plain)
         self._memory.measure(draft=self.draft)
         with self._changed:
             self.max_active = most
             self._cache.limit_bytes = self._memory.room // 2 if self._cache_bytes is None else self._cache_bytes
             self._ready = True
+        if self._report is not None:
+            self._report("ready to answer", None)
 
     def _admit(self) -> bool:
         """Start waiting jobs while there is room, and wait for one when there is nothing to do; False to stop."""

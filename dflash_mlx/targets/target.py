@@ -96,7 +96,7 @@ class Target(Mirrored):
         return BatchCaches(Rows.of(caches, length), self.layers)
 
     def blank_rows(self, rows: int, positions: int) -> BatchCaches:
-        """A batch of so many rows that hold nothing, with room for some positions."""
+        """A batch of this many rows that hold nothing, with room for some positions."""
         return self._rows_like(self.blank_caches, rows, positions)
 
     @mirrored

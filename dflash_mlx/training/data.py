@@ -23,7 +23,7 @@ from dflash_mlx.training.store import Conversation, ConversationStore
 from dflash_mlx.training.template import ChatFrame, encode_text
 from dflash_mlx.training.writer import Limits, Plan, write_batch
 
-# After so many batches in a row that brought nothing new the target has nothing more to say.
+# After this many batches in a row that brought nothing new the target has nothing more to say.
 _MOST_EMPTY_BATCHES = 3
 # Sampled answers are drawn at a temperature from this range.
 _SAMPLED_HEAT = (0.7, 1.0)

@@ -19,7 +19,7 @@ from dflash_mlx.training.template import ChatFrame
 
 # Where a row is: saying what it must, in a user turn, in an answer, ...
 SCRIPT, USER, OPENING, ANSWER, NEXT_USER, DONE = range(6)
-# The host looks at the rows every so many steps: to collect tokens, end loops and shrink the batch.
+# The host looks at the rows every this many steps: to collect tokens, end loops and shrink the batch.
 CHECK_EVERY = 32
 # The batch shrinks when no more than this share of its rows is still writing.
 SHRINK_AT = 0.8

@@ -73,6 +73,8 @@ def test_misuse_is_one_line_and_code_2(run, arguments, words):
         (DownloadError("no network"), 1, "no network"),
         (OSError(28, "No space left on device", "/full"), 1, "No space left on device: /full"),
         (RuntimeError("[metal::malloc] too much"), 1, "not enough memory"),
+        (ImportError("libcuda.so.1: cannot open shared object file"), 1, "this machine lacks their driver"),
+        (ImportError("x"), 1, "this is a bug"),
         (KeyError("x"), 1, "this is a bug"),
     ],
 )

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx import runtime
-from dflash_mlx.cli import doctor
+from dflash_mlx.cli import doctor, launch
 from dflash_mlx.kernels.quantized_rows import layers
 from dflash_mlx.kernels.race import Verdict
 from dflash_mlx.kernels.rows_attention import layers as rows_attention
@@ -109,3 +109,25 @@ def test_kernels_are_a_table_for_an_issue(run, monkeypatch):
     found = json.loads(run("doctor", "--kernels", "--json")[1])["kernels"]
     assert found[0]["milliseconds"] == {"2": 4.0, "4": 2.0, "6": 1.5}
     assert found[0]["used_for"] == [4, 6]
+
+
+def test_several_machines_are_examined_through_the_launcher(run, monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, "run_launcher", started.append)
+    assert run("doctor", "--hosts", "10.0.0.1,10.0.0.2", "--pair", "demo", "--json")[0] == 0
+    [words] = started
+    assert words[1:3] == ["--hosts", "10.0.0.1,10.0.0.2"]
+    assert words[-4:] == ["doctor", "--pair", "demo", "--json"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--pair", "demo"], "name these, too (--hosts or --hostfile)"),
+        (["--kernels", "-n", "2"], "--kernels is about one machine"),
+    ],
+)
+def test_what_does_not_go_together(given, said, run):
+    code, _, err = run("doctor", *given)
+    assert code == 2
+    assert said in err

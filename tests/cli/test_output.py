@@ -29,6 +29,26 @@ def test_printable_keeps_letters_newlines_and_tabs():
     assert printable("a\tb\nç日🙂\x1b[31m\x00\r") == "a\tb\nç日🙂[31m"
 
 
+def test_narrow_terminals_break_lines_between_words_but_not_in_commands(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(output, "terminal_width", lambda: 31)
+    text = "name:   a word and another-one that is long: `dflash-mlx models list --all` lists\nmore"
+    assert output.wrapped(text, io.StringIO()) == text
+    lines = output.wrapped(text, Terminal()).split("\n")
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "").replace("\n", "")
+    assert max(len(line) for line in lines if "`" not in line) <= 30
+    assert "        `dflash-mlx models list --all`" in lines
+    assert lines[-1] == "more"
+
+
+def test_what_can_be_copied_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(output, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(output, "terminal_width", lambda: 30)
+    command = "try it: curl http://127.0.0.1:8080/v1/models -H 'Content-Type: application/json'"
+    output.note(command, copyable=True)
+    assert command in capsys.readouterr().err
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

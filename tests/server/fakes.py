@@ -119,6 +119,8 @@ class FakeWorker:
     room: int = 1000
     error: Exception | None = None
     stalled: float = 0.0
+    mode: str = "dflash"
+    ready: bool = True
     jobs: list[Job] = field(default_factory=list)
     cancelled: int = 0
     running: int = 0
@@ -186,8 +188,8 @@ class FakeWorker:
         cache = CacheStatus(entries=1, bytes=10, limit_bytes=100, hits=2, misses=3, evictions=4)
         totals = Totals(finished={"stop": 5}, drafted_by_position=[8, 6], accepted_by_position=[4, 1])
         return WorkerStatus(
-            ready=True,
-            mode="dflash",
+            ready=self.ready,
+            mode=self.mode,
             active=self.running,
             queued=0,
             seconds_since_progress=self.stalled,

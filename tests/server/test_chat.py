@@ -137,6 +137,19 @@ def test_tool_calls(size):
         assert (none.message.content, none.message.tool_calls) == (text, None)
 
 
+def test_the_model_is_told_of_the_tools_that_are_allowed():
+    rain = {"type": "function", "function": {"name": "rain"}}
+    pair = FakePair(FakeTokenizer(has_tool_calling=True))
+    for allowed in ([rain], [rain, WEATHER], []):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": allowed}}
+        with running(pair=pair) as server:
+            server.openai().chat.completions.create(
+                model="fake", messages=ASK, tools=[WEATHER, rain], tool_choice=choice
+            )
+        told = [tool["function"]["name"] for tool in server.tokenizer.rendered[-1]["tools"] or []]
+        assert set(told) == {tool["function"]["name"] for tool in allowed}
+
+
 def test_a_call_that_cannot_be_read_is_shown():
     pair = FakePair(FakeTokenizer(has_tool_calling=True))
     with running(FakeWorker(script=lambda job: f"{CALL[:-30]} what?{CALL[-12:]}"), pair=pair) as server:
@@ -246,6 +259,9 @@ def test_what_cannot_be_done_is_refused(options, param):
         ({"type": "function", "function": {"name": "other"}}, "not among the tools"),
         ("sometimes", "auto, none, required"),
         ({"type": "custom", "custom": {"name": "weather"}}, "type function"),
+        ({"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "name": "other"}]}}, "not among"),
+        ({"type": "allowed_tools", "mode": "required", "tools": []}, "there are no tools"),
+        ({"type": "allowed_tools", "mode": "sometimes"}, "one of auto, required"),
     ],
 )
 def test_calls_that_cannot_be_forced(choice, reason):

@@ -56,6 +56,43 @@ def test_scores_are_those_of_mlx_lm(server, truth, as_tokens, max_tokens):
     assert choice.finish_reason == "length"
 
 
+def check_scores(found, tokens, rows, count):
+    """vLLM's `prompt_logprobs` of a prompt, against the target's log-probabilities after each of its tokens."""
+    assert found[0] is None
+    assert len(found) == len(tokens)
+    for here, token, row in zip(found[1:], tokens[1:], rows, strict=False):
+        own = here[str(token)]
+        assert own["logprob"] == pytest.approx(row[token].item(), abs=1e-4)
+        # Products of other shapes round differently, so that neighbours this close may change places.
+        assert (row > row[token] + 1e-4).sum().item() < own["rank"] <= (row > row[token] - 1e-4).sum().item()
+        best = sorted((entry["rank"], entry["logprob"]) for entry in here.values())[:count]
+        assert [rank for rank, _ in best] == [*range(1, count + 1)]
+        expected = mx.sort(row)[::-1][:count].tolist()
+        assert [logprob for _, logprob in best] == pytest.approx(expected, abs=1e-4)
+        assert count <= len(here) <= count + 1
+
+
+def test_prompts_are_scored_as_by_vllm(server, truth):
+    tokens, rows = truth
+    client, ask = server.openai(), {"model": "fake", "max_tokens": 2}
+    more = {"prompt": tokens, "echo": True, "logprobs": 1, "extra_body": {"prompt_logprobs": 3}}
+    choice = client.completions.create(**ask, **more).choices[0]
+    check_scores(choice.prompt_logprobs, tokens, rows, 3)
+    assert {len(top) for top in choice.logprobs.top_logprobs[1:]} == {1}
+    decoded = [
+        here[str(token)]["decoded_token"] for here, token in zip(choice.prompt_logprobs[1:], tokens[1:], strict=True)
+    ]
+    assert decoded == choice.logprobs.tokens[1 : len(tokens)]
+
+    ask["messages"] = [{"role": "user", "content": "a b"}]
+    answer = client.chat.completions.create(**ask, n=2, extra_body={"prompt_logprobs": 0})
+    read = server.service.pair.encode_chat(ask["messages"])
+    logits = server.service.pair.target.model(mx.array([read]))[0].astype(mx.float32)
+    check_scores(answer.prompt_logprobs, read, logits - mx.logsumexp(logits, axis=-1, keepdims=True), 0)
+    with pytest.raises(openai.BadRequestError, match="without stream"):
+        client.chat.completions.create(**ask, stream=True, extra_body={"prompt_logprobs": 0})
+
+
 def test_streams_and_several_prompts(server):
     ask = {"model": "fake", "prompt": ["a b", "null"], "n": 2, "echo": True, "max_tokens": 3, "logprobs": 0}
     whole = server.openai().completions.create(**ask)

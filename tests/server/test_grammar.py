@@ -124,6 +124,27 @@ def test_forced_calls_in_the_other_protocols():
         check_call(call.name, json.loads(call.arguments))
 
 
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_forced_calls_of_the_tools_that_are_allowed(name):
+    with serving(json_tools, single=True) as server:
+        client = server.openai()
+        ask = {"max_tokens": 200, "temperature": 1, "seed": 3, "parallel_tool_calls": False}
+        allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        answer = client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, tool_choice=choice, **ask)
+        [call] = answer.choices[0].message.tool_calls
+        assert call.function.name == name
+        check_call(name, json.loads(call.function.arguments))
+        flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        others = [{"type": "function", "name": name}, {"type": "image_generation"}]
+        choice = {"type": "allowed_tools", "mode": "required", "tools": others}
+        ask["max_output_tokens"] = ask.pop("max_tokens")
+        del ask["seed"]
+        answer = client.responses.create(model="fake", input="Hi", tools=flat, tool_choice=choice, **ask)
+        [call] = [item for item in answer.output if item.type == "function_call"]
+        assert call.name == name
+
+
 def test_a_format_or_a_call():
     """With both, the answer is one of the two; `none` leaves the format, `required` the calls."""
     with serving(json_tools, single=True) as server:

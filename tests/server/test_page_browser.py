@@ -275,6 +275,23 @@ def test_settings_reach_the_server(visit):
         assert browser.text("#model-line").startswith("other")
 
 
+@pytest.mark.parametrize(("mode", "drafts"), [("dflash", True), ("ngram", True), ("plain", False)])
+def test_the_switch_is_for_servers_that_draft(visit, mode, drafts):
+    with running(FakeWorker(mode=mode)) as server:
+        browser = visit(server)
+        browser.until(lambda: browser.find("#draft").is_enabled() == drafts)
+        assert browser.find("#draft").get_attribute("aria-checked") == str(drafts).lower()
+
+
+def test_a_server_that_is_not_ready(visit):
+    worker = FakeWorker(ready=False)
+    with running(worker) as server:
+        browser = visit(server, allow="status of 503")
+        browser.until(lambda: "measures this machine first" in browser.text("#model-line"))
+        worker.ready = True
+        browser.until(lambda: "stay in this browser" in browser.text("#model-line"))
+
+
 def test_the_key(visit):
     """It is asked for, refused when wrong, kept for the tab, and sent with every request."""
     with running(policy=Policy(keys=("right",))) as server:
@@ -330,6 +347,79 @@ def test_conversations_are_kept_renamed_exported_and_deleted(visit):
         browser.until(lambda: titles() == ["new name"])
 
 
+def test_an_exported_conversation_can_be_imported(visit, tmp_path):
+    with running() as server:
+        browser = visit(server)
+        browser.find("#open-settings").click()
+        browser.find("#settings [name=system]").send_keys("Be brief.")
+        browser.type(ESCAPE)
+        ask(browser, "first question")
+        wait_for_answers(browser, 1)
+        browser.run("URL.createObjectURL = (blob) => { blob.text().then((t) => (window.file = t)); return '#'; }")
+        browser.find("[aria-label='Export as JSON']").click()
+        file = tmp_path / "first.json"
+        file.write_text(browser.until(lambda: browser.run("return window.file")), encoding="utf-8")
+        shown = browser.texts(".message")
+        browser.find("[aria-label=Delete]").click()
+
+        browser.driver.refresh()
+        choose = browser.find("#import + input")
+        choose.send_keys(str(file))
+        browser.until(lambda: browser.texts("#conversations .open") == ["first question"])
+        assert browser.texts(".message") == shown
+        choose.send_keys(str(file))
+        browser.until(lambda: browser.texts("#conversations .open") == ["first question"] * 2)
+        ask(browser, "second question")
+        wait_for_answers(browser, 2)
+        assert prompt_of(server.worker.jobs[-1]).startswith('[system]Be brief.""\n[user]first question""\n[assistant]')
+        browser.driver.refresh()
+        browser.until(lambda: len(browser.all(".message")) == 4)
+
+
+GOOD = {"title": "x", "messages": [{"role": "user", "content": "Hi"}], "settings": {}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        '{"title": "x", "messages": []}',
+        json.dumps(GOOD | {"title": {}}),
+        json.dumps(GOOD | {"messages": [None]}),
+        json.dumps(GOOD | {"messages": [{"role": "system", "content": "x"}]}),
+        json.dumps(GOOD | {"messages": [{"role": "assistant", "content": "x", "rounds": [[1, 2]]}]}),
+        json.dumps(GOOD | {"messages": [{"role": "assistant", "content": "x", "rounds": [[1, 2, "3"]]}]}),
+        json.dumps(GOOD | {"messages": [{"role": "assistant", "content": "x", "speed": "fast"}]}),
+        json.dumps(GOOD | {"messages": [{"role": "assistant", "content": "x", "pending": True}]}),
+    ],
+)
+def test_what_is_no_conversation_is_not_imported(visit, tmp_path, text):
+    file = tmp_path / "other.json"
+    file.write_text(text, encoding="utf-8")
+    with running() as server:
+        browser = visit(server)
+        browser.find("#import + input").send_keys(str(file))
+        browser.until(lambda: "other.json is not a conversation" in browser.text("#notice"))
+        assert browser.all("#conversations li") == []
+
+
+def test_settings_of_an_import_that_are_no_settings_are_left_out(visit, tmp_path):
+    file = tmp_path / "good.json"
+    wrong = {"temperature": "hot", "system": 3, "draft": "no", "model": None, "other": 1, "__proto__": {"top_p": 0.5}}
+    file.write_text(json.dumps(GOOD | {"settings": wrong | {"seed": 7}}), encoding="utf-8")
+    with running() as server:
+        browser = visit(server)
+        browser.find("#import + input").send_keys(str(file))
+        browser.until(lambda: browser.texts(".bubble") == ["Hi"])
+        ask(browser, "go on")
+        wait_for_answers(browser, 1)
+        [job] = server.worker.jobs
+        assert prompt_of(job) == '[user]Hi\n\ngo on""\n'
+        assert (job.params.temperature, job.params.top_p, job.params.seed, job.draft) == (0, 1, 7, True)
+
+
 def test_what_goes_wrong_is_said_and_can_be_retried(visit):
     worker = FakeWorker(room=0)
     with running(worker) as server:
@@ -347,7 +437,7 @@ def test_what_goes_wrong_is_said_and_can_be_retried(visit):
         assert not browser.all(".state.error")
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (320, True)])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (950, True), (390, False), (320, True)])
 def test_nobody_is_left_out(visit, width, dark):
     """axe finds nothing serious, nothing is wider than the screen, and the keyboard reaches everything."""
     spec = importlib.util.find_spec("axe_core_python")
@@ -369,6 +459,7 @@ def test_nobody_is_left_out(visit, width, dark):
         wait_for_answers(browser, 1)
         assert findings() == []
         assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+        assert browser.run("const e = document.querySelector('.legend'); return e.scrollWidth <= e.clientWidth")
         background = browser.run("return getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, background[4:-1].split(","))) < 380) == dark
         browser.find("#open-settings").click()

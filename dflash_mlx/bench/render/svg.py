@@ -82,7 +82,7 @@ class _Drawing:
 
 
 def ticks(high: float, *, about: int = 5) -> list[float]:
-    """Round numbers from 0 to the first one that is at least `high`, about so many steps."""
+    """Round numbers from 0 to the first one that is at least `high`, about this many steps."""
     if not high > 0:
         return [0.0, 1.0]
     rough = high / about
@@ -203,7 +203,7 @@ def _apart(values: Sequence[float], scale: float, *, least: float = 30.0) -> lis
 
 
 def _cut(words: str, room: float) -> str:
-    """Words that fit into so many units."""
+    """Words that fit into this many units."""
     most = max(4, int((room - 8) / _LETTER))
     return words if len(words) <= most else words[: most - 1] + "…"
 

@@ -55,10 +55,11 @@ export async function models() {
   return found.data.map((model) => model.id);
 }
 
-/** Whether the server has a drafter, and which version of it answers. */
-export async function drafts() {
+/** Whether the server drafts, and whether it has begun to answer. */
+export async function health() {
   const response = await fetch("health", { cache: "no-store", credentials: "omit" });
-  return (await response.json()).mode === "dflash";
+  const { mode, ready } = await response.json();
+  return { drafts: mode !== "plain", ready };
 }
 
 /** The chunks of an answer. Ends early, without an error, when `signal` aborts. */

@@ -10,6 +10,7 @@ const ICONS = {
   pencil: "M4 20l1-4L16 5l3 3L8 19zM14 7l3 3",
   trash: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13M10 11v5M14 11v5",
   download: "M12 4v11M7 11l5 5 5-5M5 20h14",
+  upload: "M12 15V4M7 9l5-5 5 5M5 20h14",
   copy: "M9 9h10v11H9zM15 9V4H5v11h4",
   retry: "M19 12a7 7 0 1 1-2.2-5.1M19 3v5h-5",
   send: "M12 20V5M6 11l6-6 6 6",

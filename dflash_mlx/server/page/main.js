@@ -1,6 +1,6 @@
 // The page: puts its parts together.
 
-import { drafts, KeyNeeded, models } from "./api.js";
+import { health, KeyNeeded, models } from "./api.js";
 import { Chat } from "./chat.js";
 import { button, byId, h, icon, notify } from "./dom.js";
 import { grow } from "./messages.js";
@@ -17,6 +17,7 @@ const EXAMPLES = [
 const input = byId("input");
 const draftSwitch = byId("draft");
 let served = [];
+let ready = true;
 
 const chat = new Chat({ askKey, changed });
 const first = () =>
@@ -37,6 +38,11 @@ const sidebar = new Sidebar({
   current: () => chat.conversation,
   open: (id) => open(store.load(id) ?? store.newConversation()),
   startNew: () => open(store.newConversation()),
+  add: (conversation) => {
+    open(conversation);
+    chat.keep();
+    changed();
+  },
   rename: (id, title) => {
     chat.conversation.title = title;
     chat.keep();
@@ -76,7 +82,8 @@ function changed() {
   sendButton.title = busy ? "Stop (Esc)" : "Send (Enter)";
   draftSwitch.setAttribute("aria-checked", String(conversation.settings.draft && !draftSwitch.disabled));
   const { model } = conversation.settings;
-  byId("model-line").textContent = served.length ? `${model} · conversations stay in this browser` : "";
+  const state = ready ? "conversations stay in this browser" : "the server measures this machine first, then it answers";
+  byId("model-line").textContent = served.length ? `${model} · ${state}` : "";
   sidebar.show();
 }
 
@@ -130,9 +137,17 @@ async function start() {
     }
     notify(error.message);
   }
-  draftSwitch.disabled = !(await drafts().catch(() => true));
-  if (draftSwitch.disabled) draftSwitch.title = "The server was started without a drafter.";
+  await look();
+}
+
+/** See what state the server is in, again and again until it answers. */
+async function look() {
+  const state = await health().catch(() => ({ drafts: true, ready: true }));
+  ready = state.ready;
+  draftSwitch.disabled = !state.drafts;
+  draftSwitch.title = state.drafts ? "" : "The server was started without a drafter.";
   changed();
+  if (!ready) setTimeout(look, 1000);
 }
 
 byId("composer").addEventListener("submit", (event) => {

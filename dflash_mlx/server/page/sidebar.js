@@ -1,4 +1,4 @@
-// The list of conversations: open, rename, export, delete.
+// The list of conversations: open, rename, export, import, delete.
 
 import { button, byId, h, notify } from "./dom.js";
 import * as store from "./store.js";
@@ -6,7 +6,7 @@ import * as store from "./store.js";
 const narrow = matchMedia("(max-width: 760px)");
 
 export class Sidebar {
-  /** actions: current() is the open conversation, open(id), startNew(), rename(id, title). */
+  /** actions: current() is the open conversation, open(id), startNew(), rename(id, title), add(conversation). */
   constructor(actions) {
     this.actions = actions;
     this.element = byId("sidebar");
@@ -18,6 +18,9 @@ export class Sidebar {
       actions.startNew();
     };
     byId("new-slot").replaceWith(button("plus", { text: "New conversation", id: "new" }, start));
+    const file = h("input", { type: "file", accept: ".json", hidden: true, on: { change: () => this.import(file) } });
+    const choose = button("upload", { text: "Import a conversation", id: "import" }, () => file.click());
+    byId("import-slot").replaceWith(choose, file);
     byId("shade").addEventListener("click", () => this.toggle(false));
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.isOpen) {
@@ -95,6 +98,16 @@ export class Sidebar {
     row.replaceChildren(input);
     input.focus();
     input.select();
+  }
+
+  async import(input) {
+    const [file] = input.files;
+    const text = await file.text();
+    input.value = ""; // the same file may be chosen again
+    const conversation = store.fromFile(text);
+    if (!conversation) return notify(`${file.name} is not a conversation that this page has exported.`);
+    this.toggle(false);
+    this.actions.add(conversation);
   }
 
   remove(id) {

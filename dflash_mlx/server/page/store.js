@@ -17,13 +17,15 @@ export const DEFAULTS = {
 
 const removed = new Set();
 
-function read(name) {
+function parse(text) {
   try {
-    return JSON.parse(localStorage.getItem(name));
+    return JSON.parse(text);
   } catch {
     return null; // damaged, or not ours
   }
 }
+
+const read = (name) => parse(localStorage.getItem(name));
 
 export function newConversation() {
   const now = Date.now();
@@ -80,6 +82,34 @@ export function watch(changed) {
   addEventListener("storage", (event) => {
     if (event.key === null || event.key.startsWith(PREFIX)) changed();
   });
+}
+
+/** A new conversation with what `download` has written; null for any other text. */
+export function fromFile(text) {
+  const { title, messages, settings } = parse(text) ?? {};
+  if (typeof title !== "string" || !Array.isArray(messages)) return null;
+  if (!messages.length || !messages.every(isMessage)) return null;
+  const made = { ...newConversation(), title, messages };
+  for (const [name, standard] of Object.entries(DEFAULTS))
+    if (fits(settings?.[name], standard)) made.settings[name] = settings[name];
+  return made;
+}
+
+/** Whether a setting's value is of the kind of its default; where that is null, numbers are. */
+function fits(value, standard) {
+  return standard === null ? value === null || typeof value === "number" : typeof value === typeof standard;
+}
+
+function isMessage(message) {
+  const { role, content, reasoning = "", rounds = [], speed = 0, error = "", before, pending } = message ?? {};
+  return (
+    (role === "user" || role === "assistant") &&
+    [content, reasoning, error].every((text) => typeof text === "string") &&
+    [speed, before?.speed].every((number) => number == null || typeof number === "number") &&
+    Array.isArray(rounds) &&
+    rounds.every((round) => Array.isArray(round) && round.length === 3 && round.every(Number.isFinite)) &&
+    pending === undefined
+  );
 }
 
 /** The conversation as a file. */
