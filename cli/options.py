@@ -76,7 +76,7 @@ MethodOption = Annotated[
         help="How to draft. dflash, eagle3, medusa: by a drafter made for the model. mtp: by its own head. "
         "draft_model: by a small model with its tokenizer. ngram: from the text itself, which pays where answers "
         "repeat their prompt. ...+ngram: the likelier of both in each round. plain: not at all. auto: as the "
-        "drafter's files say; where there is none, mtp or ngram.",
+        "drafter's files say, dflash+ngram for DFlash; where there is none, mtp or ngram.",
         rich_help_panel=MODELS,
     ),
 ]

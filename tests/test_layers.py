@@ -1,6 +1,7 @@
 """Imports go one way, types included: no part of the package knows of those above it."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "dflash_mlx"
@@ -58,3 +59,11 @@ def test_imports_go_one_way() -> None:
         if LAYER_OF[name] > LAYER_OF[part_of(list(path.relative_to(ROOT).with_suffix("").parts))]
     ]
     assert upward == []
+
+
+def test_every_folder_is_installed() -> None:
+    """The list in pyproject.toml is written by hand; a folder that it lacks is missing for everybody but developers."""
+    text = (ROOT.parent / "pyproject.toml").read_text(encoding="utf-8")
+    listed = set(re.findall(r'^  "(dflash_mlx[\w.]*)",$', text, re.MULTILINE))
+    folders = {path.parent.relative_to(ROOT.parent) for path in ROOT.rglob("__init__.py")}
+    assert {".".join(folder.parts) for folder in folders} <= listed

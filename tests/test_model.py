@@ -81,5 +81,5 @@ def test_a_model_of_another_precision_is_drafted_for_in_its_own(folders):
     loaded.set_dtype(mx.bfloat16)
     model = DFlashModel(loaded, tokenizer, draft_model=folders[1])
     assert model.pair.dtype == mx.bfloat16
-    assert {array.dtype for _, array in tree_flatten(model.pair.drafter.parameters())} == {mx.bfloat16}
+    assert {array.dtype for _, array in tree_flatten(model.pair.drafter.networks[0].parameters())} == {mx.bfloat16}
     assert len(model.generate(PROMPT, params=PARAMS).token_ids) > 1

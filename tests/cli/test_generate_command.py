@@ -163,7 +163,7 @@ def test_the_demo_pair_answers_with_and_without_drafts(monkeypatch, demo_home, r
     drafted, plain = answers
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["text"] == plain["text"] != ""
-    assert (drafted["mode"], plain["mode"], plain["acceptance"]) == ("dflash", "plain", None)
+    assert (drafted["mode"], plain["mode"], plain["acceptance"]) == ("dflash+ngram", "plain", None)
 
 
 def test_a_drafter_in_the_targets_place_is_named(run):

@@ -105,8 +105,8 @@ def test_the_targets_own_head(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "method"),
     [
-        (ZLAB, Method.dflash),
-        (SPECULATORS, Method.dflash),
+        (ZLAB, Method.dflash_ngram),
+        (SPECULATORS, Method.dflash_ngram),
         (test_eagle3.AUTHORS, Method.eagle3),
         (test_eagle3.SPECULATORS, Method.eagle3),
         (test_medusa.CONFIG, Method.medusa),
