@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _OF_DRAFTING = ("width", "tree")
 _OF_ANSWERS = ("context", "temperature", "max-tokens", "top-p", "top-k", "min-p", "seed")
-_OF_CONTESTANTS = ("method", "width", "tree", "block-size", "dtype", "draft-model", "plain")
+_OF_CONTESTANTS = ("method", "width", "tree", "block-size", "steps", "dtype", "draft-model", "plain")
 
 
 PROMPTS = "What to measure"
@@ -94,7 +94,7 @@ Also = Annotated[
     typer.Option(
         "--also",
         metavar="NAME=VALUE,...",
-        help="One more of this project: method, width, tree, block-size, dtype, draft-model, plain.",
+        help="One more of this project: method, width, tree, block-size, steps, dtype, draft-model, plain.",
         rich_help_panel=OTHERS,
     ),
 ]
@@ -226,8 +226,8 @@ def _variant(choice: ModelChoice, text: str) -> Variant:
             if value not in [method.value for method in Method]:
                 raise UsageError(f"--also {text}: method should be one of {', '.join(m.value for m in Method)}.")
             changes["method"] = Method(value)
-        elif name == "block-size":
-            changes["block_size"] = parse("block-size", value)
+        elif name in ("block-size", "steps"):
+            changes[name.replace("-", "_")] = parse(name, value)
         else:
             changes |= _with_drafter(choice, value)
     return Variant(name=text, choice=replace(choice, **changes), **own)

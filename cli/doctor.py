@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import options
+from dflash_mlx.cli import launch, options
 from dflash_mlx.cli.output import LoadProgress, can_draw, is_terminal, marked, styled, wrapped
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.errors import DFlashError, UsageError
+from dflash_mlx.ranks import started_together
 from dflash_on_mlx import explain, other_version
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -23,6 +24,8 @@ EXAMPLES = """[bold]Examples[/bold]
   dflash-mlx doctor --kernels
 
   dflash-mlx doctor --json
+
+  dflash-mlx doctor --hosts 10.0.0.1,10.0.0.2 --pair qwen3-8b
 """
 
 
@@ -30,15 +33,35 @@ def doctor_command(
     kernels: Annotated[
         bool,
         typer.Option(
-            "--kernels", help="Race the kernels of dflash-mlx against MLX's own; takes up to a minute on a GPU."
+            "--kernels", help="Race the kernels of dflash-mlx against MLX's own; takes a minute or two on a GPU."
         ),
     ] = False,
+    hosts: launch.Hosts = None,
+    hostfile: launch.HostFile = None,
+    processes: launch.Processes = None,
+    backend: launch.BackendName = None,
+    pair: options.Pair = None,
+    model: options.Model = None,
     as_json: options.Json = False,
 ) -> None:
     """Say what dflash-mlx runs on here, what is broken, and what would make it faster.
 
-    The exit code is 1 when something is broken, else 0.
+    With --hosts or --hostfile: whether these machines can compute a model together. Their versions are compared, the
+    connection is tried and timed, and with --pair or --model the checksums of the model's files are compared, too.
+    The exit code is 1 when something is broken, else 0; with several machines it is always 0, as that of launch.
     """
+    together = hosts is not None or hostfile is not None or processes is not None
+    if kernels and (together or started_together()):
+        raise UsageError("--kernels is about one machine; leave it out where there are several.")
+    if together:
+        named = [*(["--pair", pair] if pair else []), *(["--model", model] if model else [])]
+        words = ["doctor", *named, *(["--json"] if as_json else [])]
+        launch.launch(words, hosts=hosts, hostfile=hostfile, processes=processes, backend=backend)
+        return
+    if started_together() and _examine_together(pair, model, as_json=as_json):
+        return
+    if pair is not None or model is not None:
+        raise UsageError("a model's files are compared between machines; name these, too (--hosts or --hostfile).")
     report = examine()
     if kernels:
         report["kernels"] = race_kernels()
@@ -48,6 +71,17 @@ def doctor_command(
         _print_report(report)
     if report["problems"]:
         raise typer.Exit(1)
+
+
+def _examine_together(pair: str | None, model: str | None, *, as_json: bool) -> bool:
+    """Look at all machines of a group; returns whether there are several. Raises UsageError."""
+    from dflash_mlx.cli.doctor_machines import examine_machines, target_source
+    from dflash_mlx.targets.machines import other_machines
+
+    machines = other_machines()
+    if machines is not None and not examine_machines(machines, target_source(pair, model), as_json=as_json):
+        raise typer.Exit(1)
+    return machines is not None
 
 
 def examine() -> dict[str, Any]:
@@ -64,23 +98,28 @@ def examine() -> dict[str, Any]:
 
 
 def race_kernels() -> list[dict[str, Any]]:
-    """A race for each kind of matrix, with speedups by number of rows; none on a CPU."""
-    from dflash_mlx.kernels.quantized_rows.layers import race_typical
+    """A race for each kind of matrix and of attention, with speedups by number of rows; none on a CPU."""
+    from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
+    from dflash_mlx.kernels.rows_attention import layers as rows_attention
     from dflash_mlx.runtime import backend
 
     if backend().kind == "cpu":
         return []
+    races = {**quantized_rows.races_typical(), **rows_attention.races_typical()}
+    found: dict[str, Any] = {}
     with LoadProgress() as progress:
-        races = race_typical(progress.report)
+        for what, race in races.items():
+            progress.report(f"racing {what}", len(found) / len(races))
+            found[what] = race()
     return [
         {
-            "matrix": str(matrix),
+            "race": what,
             "speedups": {rows: round(ordinary / own, 3) for rows, (ordinary, own) in verdict.seconds.items()},
             "milliseconds": {rows: round(own * 1000, 3) for rows, (_, own) in verdict.seconds.items()},
             "used_for": [rows for rows in verdict.seconds if verdict.won(rows)],
             "note": verdict.note,
         }
-        for matrix, verdict in races.items()
+        for what, verdict in found.items()
     ]
 
 
@@ -91,8 +130,8 @@ def _print_races(races: list[dict[str, Any]]) -> None:
     if not races:
         print("kernels:       none for a CPU")
         return
-    print("How many times as fast as MLX's own product the kernel is, by rows; * where it is used:\n")
-    print("| matrix | " + " | ".join(map(str, ROWS)) + " |")
+    print("How many times as fast as MLX's own operation the kernel is, by rows; * where it is used:\n")
+    print("| race | " + " | ".join(map(str, ROWS)) + " |")
     print("|---|" + "---|" * len(ROWS))
     for race in races:
         cells = [
@@ -101,10 +140,10 @@ def _print_races(races: list[dict[str, Any]]) -> None:
             else "-"
             for rows in ROWS
         ]
-        print(f"| {race['matrix']} | " + " | ".join(cells) + " |")
+        print(f"| {race['race']} | " + " | ".join(cells) + " |")
     for race in races:
         if race["note"]:
-            print(f"\n{race['matrix']}: {race['note']}")
+            print(f"\n{race['race']}: {race['note']}")
     print()
 
 

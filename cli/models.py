@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,7 +37,8 @@ _LABELS = {
     "target": "target (answers)",
     "drafter": "drafter (guesses)",
     "gated": "access",
-    "method": "method",
+    "method": "drafter's method",
+    "methods": "ways to draft",
     "size": "on disk",
     "memory": "in memory",
     "fits_memory": "fits this machine",
@@ -123,6 +125,7 @@ def show_command(name: Name, as_json: options.Json = False) -> None:
         return
     words = {
         **pair,
+        "methods": [*pair["methods"], *(["mtp if its files have the head"] if pair["brings_head"] is None else [])],
         "size": size_words(pair["disk_mb"]),
         "memory": _memory_words(pair["memory"]),
         "verified": _VERIFIED[pair["verified"]],
@@ -170,6 +173,7 @@ def describe(spec: "PairSpec") -> dict[str, Any]:
 
     target, drafter = find_on_disk(spec.target), find_on_disk(spec.drafter)
     needs = pair_needs(spec, target=target, drafter=drafter)
+    head = _brings_head(spec, target)
     return {
         "name": spec.name,
         "aliases": list(spec.aliases),
@@ -178,6 +182,8 @@ def describe(spec: "PairSpec") -> dict[str, Any]:
         "target": str(spec.target),
         "drafter": "comes with dflash-mlx" if spec.drafter.kind == "shipped" else str(spec.drafter),
         "method": spec.method,
+        "methods": ["dflash", "dflash+ngram", *(["mtp", "mtp+ngram"] if head else []), "ngram"],
+        "brings_head": head,
         "gated": spec.drafter.gated or spec.target.gated,
         "disk_mb": spec.disk_mb,
         "memory": {
@@ -198,6 +204,15 @@ def describe(spec: "PairSpec") -> dict[str, Any]:
         "other_targets": [str(source) for source in spec.other_targets],
         "sources": {"target": _source(spec.target, target), "drafter": _source(spec.drafter, drafter)},
     }
+
+
+def _brings_head(spec: "PairSpec", target: Path | None) -> bool | None:
+    """Whether the target drafts with a head of its own; None where that is seen once it is on this disk."""
+    from dflash_mlx.hub.own_head import HEAD_FAMILIES, brings_head
+
+    if target is not None:
+        return brings_head(target)
+    return None if spec.shape.family in HEAD_FAMILIES else False
 
 
 def _mentions(spec: "PairSpec", text: str) -> bool:

@@ -75,7 +75,7 @@ MethodOption = Annotated[
         "--method",
         help="How to draft. dflash, eagle3, medusa: by a drafter made for the model. mtp: by its own head. "
         "draft_model: by a small model with its tokenizer. ngram: from the text itself, which pays where answers "
-        "repeat their prompt. dflash+ngram: the likelier of both in each round. plain: not at all. auto: as the "
+        "repeat their prompt. ...+ngram: the likelier of both in each round. plain: not at all. auto: as the "
         "drafter's files say; where there is none, mtp or ngram.",
         rich_help_panel=MODELS,
     ),
@@ -87,6 +87,16 @@ BlockSize = Annotated[
         metavar="N",
         help="Largest block to guess at once, the known token included. (default: what the drafter was trained for)",
         parser=parser("block-size"),
+        rich_help_panel=MODELS,
+    ),
+]
+Steps = Annotated[
+    int,
+    typer.Option(
+        "--steps",
+        metavar="N",
+        help="Draft each block in N denoising steps: the surest guesses first, the others around them. DFlash only.",
+        parser=parser("steps"),
         rich_help_panel=MODELS,
     ),
 ]
@@ -263,6 +273,7 @@ class ModelChoice:
     method: Method = Method.auto
     no_draft: bool = False
     block_size: int | None = None
+    steps: int = 1
     dtype: DType = DType.auto
     can_be_plain: bool = True
     no_kernels: bool = False
@@ -288,6 +299,10 @@ class ModelChoice:
                     exact=self.exact,
                     report=progress.report,
                 )
+                if self.steps > 1:
+                    from dflash_mlx import DFlashConfig
+
+                    pair = pair.with_config(DFlashConfig(diffusion_steps=self.steps))
             except DFlashError as error:
                 if not self.can_be_plain:
                     error.args = (_PLAIN_HINT.sub("", str(error)), *error.args[1:])

@@ -166,7 +166,7 @@ def _measure(folder: Path, spec: "PairSpec | None", drafter: bool, when: str, pr
     """Perplexity of a target, and how many drafts are kept, with the other model of the pair as it is."""
     from dflash_mlx.bench.quality import acceptance, perplexity
     from dflash_mlx.hub.download import ensure_model
-    from dflash_mlx.pair import load_pair
+    from dflash_mlx.loading import load_pair
 
     if drafter and spec is None:
         note(

@@ -26,6 +26,7 @@ SETTINGS = {
     "min-p": Setting(float, "a number from 0 to 1", lambda x: 0 <= x <= 1),
     "seed": Setting(int, "a whole number from 0 to 4294967295", lambda n: 0 <= n < 2**32),
     "width": Setting(int, "a whole number of at least 1", lambda n: n >= 1),
+    "steps": Setting(int, "a whole number of at least 1", lambda n: n >= 1),
     "block-size": Setting(int, "a whole number from 2 to what the drafter was trained for", lambda n: n >= 2),
 }
 

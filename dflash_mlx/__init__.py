@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any
 from dflash_mlx.runtime import load_fast_blas, set_mlx_defaults
 
 if TYPE_CHECKING:
+    from dflash_mlx.drafters.denoising import DFlashConfig
     from dflash_mlx.generation import GenerationResponse, generate, generate_many, stream_generate, stream_many
-    from dflash_mlx.pair import ModelPair, load_pair
+    from dflash_mlx.loading import load_pair
+    from dflash_mlx.model import DFlashModel
+    from dflash_mlx.pair import ModelPair
     from dflash_mlx.sampling import SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DFlashConfig",
+    "DFlashModel",
     "GenerationResponse",
     "ModelPair",
     "SamplingParams",
@@ -29,12 +34,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DFlashConfig": "dflash_mlx.drafters.denoising",
+    "DFlashModel": "dflash_mlx.model",
     "GenerationResponse": "dflash_mlx.generation",
     "ModelPair": "dflash_mlx.pair",
     "SamplingParams": "dflash_mlx.sampling",
     "generate": "dflash_mlx.generation",
     "generate_many": "dflash_mlx.generation",
-    "load_pair": "dflash_mlx.pair",
+    "load_pair": "dflash_mlx.loading",
     "stream_generate": "dflash_mlx.generation",
     "stream_many": "dflash_mlx.generation",
 }

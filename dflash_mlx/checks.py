@@ -11,13 +11,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.caches.rows import Rows
 from dflash_mlx.decoding.batch import open_caches
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import propose
-from dflash_mlx.drafters.contract import Drafter
-from dflash_mlx.drafters.dflash import DFlashDrafter
-from dflash_mlx.drafters.dflash_state import draft_logits
+from dflash_mlx.drafters.contract import Drafter, DraftVocabulary, Nobody
+from dflash_mlx.drafters.row_state import RowState
+from dflash_mlx.drafters.with_ngram import WithNgram
 from dflash_mlx.errors import PairError
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.targets.target import Target
@@ -97,20 +96,22 @@ def read_guesses(target: Target, drafter: Drafter, text: list[int]) -> Guesses |
     """Let the drafter guess the target's next token at places all over a text, in one pass of each model.
 
     text: token ids; what is too long is left out. None where too little can be judged: the text is short, or the
-    target's tokens are mostly some that the drafter may not guess; or the drafter is no DFlash drafter.
+    target's tokens are mostly some that the drafter may not guess; or the drafter has no weights.
     """
-    if not isinstance(drafter, DFlashDrafter):
+    drafter = drafter.drafter if isinstance(drafter, WithNgram) else drafter
+    if not drafter.networks:
         return None
     tokens = text[:_GUESS_TOKENS]
     count = min(_GUESS_PLACES, len(tokens) - _GUESS_START)
     if count < _FEWEST_PLACES:
         return None
     places = np.linspace(_GUESS_START, len(tokens) - 1, count).astype(int)
-    logits, features = target.forward_tapped(mx.array([tokens]), target.make_cache(), drafter.config.target_layer_ids)
+    logits, features = target.pass_for(drafter.taps)(mx.array([tokens]), target.make_cache())
     wanted = np.array(mx.argmax(logits[0, mx.array(places)], axis=-1))
-    guesses = np.array(_guess_at(target, drafter, tokens, features, places).astype(mx.float32))
-    ids = drafter.config.draft_token_ids
-    columns = {token: i for i, token in enumerate(ids)} if ids else range(target.vocab_size)
+    said, vocabulary = guesses_at(target, drafter, tokens, features, places)
+    guesses = np.array(said.astype(mx.float32))
+    ids = np.array(vocabulary.token_ids).tolist() if vocabulary else range(target.vocab_size)
+    columns = {token: i for i, token in enumerate(ids)}
     known = [i for i, token in enumerate(wanted.tolist()) if token in columns]
     if len(known) < _FEWEST_PLACES:
         return None
@@ -119,21 +120,24 @@ def read_guesses(target: Target, drafter: Drafter, text: list[int]) -> Guesses |
     return Guesses(right, len(known), following(guesses[:, wanted], wanted))
 
 
-def _guess_at(
-    target: Target, drafter: DFlashDrafter, tokens: list[int], features: mx.array, places: np.ndarray
-) -> mx.array:
-    """The drafter's logits (P, n) for the token after each of P places of a text with features (1, L, taps * D)."""
-    caches = drafter.make_cache()
-    drafter.extend_context(features, caches)
-    rows = Rows.blank(caches, len(places), len(tokens) + 2)
+def guesses_at(
+    target: Target, drafter: Drafter, tokens: list[int], features: mx.array | None, places: np.ndarray
+) -> tuple[mx.array, DraftVocabulary | None]:
+    """A drafter's logits (P, n) for the token after each of P places of a text, and what the columns stand for.
+
+    features: the text's, (1, L, taps * D).
+    """
+    caches, room = drafter.make_cache(), len(tokens) + 2
+    drafter.read(target, mx.array([tokens]), features, caches)
+    state = drafter.blank(target, len(places), room)
+    assert isinstance(state, RowState)
     # Every row has the whole text; what comes from its own place on is masked.
     held: list[Any] = [array for cache in caches for array in (cache.keys, cache.values)]
-    rows.put_arrays([mx.repeat(array, len(places), axis=0) for array in held])
-    rows.reserve(len(tokens) + 2)
-    rows.lengths.value = mx.array(places, dtype=mx.int32)
-    block = mx.array([[tokens[place], drafter.config.mask_token_id] for place in places], dtype=mx.uint32)
-    hidden = drafter(drafter.embed_block(block, target.embed), rows)
-    return draft_logits(drafter, target, hidden[:, 1:])[:, 0]
+    state.rows.put_arrays([mx.repeat(array, len(places), axis=0) for array in held])
+    at, anchors = mx.array(places, dtype=mx.int32), mx.array([tokens[place] for place in places])
+    drafted = state.propose([Nobody()] * len(places), anchors, at, 1, room=room)
+    assert drafted.logits is not None
+    return drafted.logits[:, 0], state.vocabulary
 
 
 def following(scores: np.ndarray, wanted: np.ndarray) -> float:

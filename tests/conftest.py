@@ -16,7 +16,8 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(_threads))
 
 from dflash_mlx.hub.registry import cache_home
-from dflash_mlx.pair import ModelPair, load_pair
+from dflash_mlx.loading import load_pair
+from dflash_mlx.pair import ModelPair
 from dflash_mlx.runtime import backend
 
 

@@ -25,6 +25,7 @@ from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.drafters import dflash_state
+from dflash_mlx.drafters.denoising import DFlashConfig
 from dflash_mlx.drafters.ngram import NgramDrafter
 from dflash_mlx.drafters.with_ngram import WithNgram
 from dflash_mlx.policy.group import FixedGroup
@@ -152,7 +153,7 @@ def test_each_lane_answers_as_if_alone(target, seed, monkeypatch, request):
     share = rng.choice([0.0, 0.3, 1.0])
     texts = [a.prompt + a.expected for a in asked]
     config = tiny_drafter(block_size=WIDTH + 1, taps=rng.choice([(0, 2), (1,)])).config
-    kind = rng.choice(["none", "random", "knows", "knows", "ngram", "both"])
+    kind = rng.choice(["none", "random", "knows", "knows", "ngram", "both", "steps"])
     drafter = (
         None
         if kind == "none"
@@ -162,6 +163,8 @@ def test_each_lane_answers_as_if_alone(target, seed, monkeypatch, request):
         if kind == "both"
         else tiny_drafter(block_size=WIDTH + 1, seed=seed)
         if kind == "random"
+        else tiny_drafter(block_size=WIDTH + 1, seed=seed).drafting_as(DFlashConfig(diffusion_steps=3))
+        if kind == "steps"
         else Texts(config, texts, rng, share)
     )
     running = Engine(target, drafter, policy=RandomGroup(rng))

@@ -6,15 +6,22 @@ import numpy as np
 import pytest
 from cases import CASES, write_folder
 from mlx.utils import tree_map
-from tiny import FAMILIES, SECOND, ScriptedDrafter, tiny_drafter, tiny_target
+from tiny import FAMILIES, HIDDEN, LAYERS, SECOND, ScriptedDrafter, randomize, tiny_drafter, tiny_target
 from tiny_folder import write_target
 
-from dflash_mlx.checks import GUESS_TEXT, Guesses, check_pair, check_shapes, following, read_guesses
+from dflash_mlx.checks import GUESS_TEXT, Guesses, check_pair, check_shapes, following, guesses_at, read_guesses
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.checkpoint import load_drafter
-from dflash_mlx.drafters.dflash_state import DFlashState
+from dflash_mlx.drafters.config import Rope
+from dflash_mlx.drafters.contract import Nobody
+from dflash_mlx.drafters.denoising import DFlashConfig
+from dflash_mlx.drafters.draft_model import DraftModel
+from dflash_mlx.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Network
+from dflash_mlx.drafters.medusa import MedusaDrafter, MedusaNetwork
+from dflash_mlx.drafters.ngram import NgramDrafter
+from dflash_mlx.drafters.with_ngram import WithNgram
 from dflash_mlx.errors import PairError
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -120,22 +127,71 @@ def test_a_drafter_that_knows_something_is_not_noise(wide):
     assert (second.right, second.following, second.are_noise) == (0, 1.0, False)
 
 
-@pytest.mark.parametrize("window", [None, 12])
-def test_guesses_are_those_of_the_decode_loop(wide, window):
+def eagle3(seed, **changes):
+    config = Eagle3Config(
+        hidden_size=HIDDEN,
+        target_hidden_size=HIDDEN,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=MANY,
+        target_layer_ids=(1, 2, 0),
+        rope=Rope(10_000.0),
+        **changes,
+    )
+    network = Eagle3Network(config)
+    randomize(network, seed)
+    return Eagle3Drafter(config, network)
+
+
+def medusa(seed):
+    network = MedusaNetwork(2, HIDDEN, MANY, 1)
+    randomize(network, seed)
+    return MedusaDrafter(network, target_layers=LAYERS)
+
+
+SLIDING = {"sliding_window": 12, "layer_types": ("sliding_attention",) * 2}
+OTHERS = {
+    "sliding": lambda seed: tiny_drafter(seed=seed, vocab_size=MANY, **SLIDING),
+    "two steps": lambda seed: tiny_drafter(seed=seed, vocab_size=MANY).drafting_as(DFlashConfig(diffusion_steps=2)),
+    "dflash+ngram": lambda seed: WithNgram(tiny_drafter(seed=seed, vocab_size=MANY)),
+    "eagle3": eagle3,
+    "eagle3, some tokens": lambda seed: eagle3(seed, draft_token_ids=tuple(range(MANY - 1, 3, -1))),
+    "medusa": medusa,
+    "draft_model": lambda seed: DraftModel(tiny_target("qwen3", seed=seed, vocab_size=MANY)),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_random_weights_of_every_kind_are_noise(wide, kind, seed):
+    guesses = read_guesses(wide, OTHERS[kind](seed), TEXT)
+    assert (guesses.places, guesses.are_noise) == (32, True)
+
+
+def test_a_draft_model_that_is_the_target_guesses_all(wide):
+    assert read_guesses(wide, DraftModel(tiny_target("llama", vocab_size=MANY)), TEXT) == Guesses(32, 32, 1.0)
+
+
+def test_what_has_no_weights_is_not_judged(wide):
+    assert read_guesses(wide, NgramDrafter(), TEXT) is None
+
+
+@pytest.mark.parametrize("kind", ["dflash", *OTHERS])
+def test_guesses_are_those_of_the_decode_loop(wide, kind):
     """At each place, what the drafter says there of the next token after a fresh session has read what is before."""
-    changes = {"sliding_window": window, "layer_types": ("sliding_attention",) * 2} if window else {}
-    drafter = tiny_drafter(vocab_size=MANY, **changes)
-    adjust, seen = drafter.adjust_logits, []
-    drafter.adjust_logits = lambda logits: seen.append(adjust(logits)) or seen[-1]
-    read_guesses(wide, drafter, TEXT)
-    [guesses] = seen
-    drafter.adjust_logits = adjust
+    drafter = OTHERS[kind](1) if kind in OTHERS else tiny_drafter(vocab_size=MANY)
+    drafter = getattr(drafter, "drafter", drafter)
+    _, features = wide.pass_for(drafter.taps)(mx.array([TEXT[:64]]), wide.make_cache())
+    guesses, vocabulary = guesses_at(wide, drafter, TEXT[:64], features, np.array(PLACES))
     for row, place in list(enumerate(PLACES))[::5]:
         session = Session(wide, drafter)
         session.feed(TEXT[:place])
-        state = DFlashState.of(drafter, wide, session.draft_cache, place)
-        alone = state.draft(mx.array([TEXT[place]]), mx.array([place]), 1, room=place + 2)[0][0]
-        assert mx.allclose(guesses[row], alone, rtol=1e-3, atol=1e-3).item()
+        state = drafter.open(wide, session.draft_cache, place)
+        drafted = state.propose([Nobody()], mx.array([TEXT[place]]), mx.array([place]), 1, room=place + 2)
+        assert mx.allclose(guesses[row], drafted.logits[0], rtol=1e-3, atol=1e-3).item()
+        assert (state.vocabulary is None) == (vocabulary is None)
 
 
 def test_too_little_to_judge(wide):

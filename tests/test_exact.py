@@ -21,7 +21,7 @@ from dflash_mlx.caches.tree_rows import branched
 from dflash_mlx.decoding import decode as one_answer
 from dflash_mlx.generation import generate
 from dflash_mlx.kernels.exact.model import make_exact
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.target import Target
 
@@ -32,6 +32,7 @@ FEW = [
     ("qwen3", "4-bit"),
     ("gemma3", "bfloat16"),
     ("qwen3_moe", "float32"),
+    ("qwen3_5", "bfloat16"),
 ]
 MORE = [
     ("llama", "4-bit"),
@@ -45,6 +46,9 @@ MORE = [
     # MLX multiplies by experts in float32 alone on a CPU.
     ("qwen3_moe", "float32"),
     ("minimax", "float32"),
+    ("qwen3_5_moe", "float32"),
+    ("qwen3_next", "float32"),
+    ("lfm2", "float16"),
 ]
 
 

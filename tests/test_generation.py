@@ -7,14 +7,15 @@ import mlx.core as mx
 import pytest
 from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
-from dflash_mlx import pair as pair_module
+from dflash_mlx import loading
 from dflash_mlx.answer import Answer
 from dflash_mlx.answering import Answering
 from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.errors import DownloadError, PromptError, UsageError
 from dflash_mlx.generation import generate, generate_many, hold_back, stream_generate
 from dflash_mlx.hub.resolve import TargetFacts
-from dflash_mlx.pair import ModelPair, load_pair
+from dflash_mlx.loading import load_pair
+from dflash_mlx.pair import ModelPair
 from dflash_mlx.policy.group import GroupCosts
 from dflash_mlx.policy.reading import ReadingTimes
 from dflash_mlx.policy.trees_or_chains import PairCosts
@@ -222,10 +223,10 @@ def test_load_pair_needs_to_know_what(arguments, message, monkeypatch):
 def test_without_a_known_drafter_the_text_itself_is_drafted_from(monkeypatch, tmp_path):
     target, taken = tiny_target("llama"), []
     monkeypatch.setattr("dflash_mlx.hub.resolve._remote_facts", lambda source: TargetFacts(source.repo))
-    monkeypatch.setattr(pair_module, "ensure_model", lambda source, report: taken.append(source.repo) or tmp_path)
+    monkeypatch.setattr(loading, "ensure_model", lambda source, report: taken.append(source.repo) or tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(pair_module, "load_target", lambda folder, dtype: (target, mx.float32))
-    monkeypatch.setattr(pair_module, "_load_tokenizer", lambda folder: make_pair().tokenizer)
+    monkeypatch.setattr(loading, "load_target", lambda folder, dtype: (target, mx.float32))
+    monkeypatch.setattr(loading, "_load_tokenizer", lambda folder: make_pair().tokenizer)
     loaded = load_pair(model="no/such-target-known", check=False)
     assert taken == ["no/such-target-known"]
     assert (loaded.method, loaded.block_size) == ("ngram", 16)

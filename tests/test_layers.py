@@ -15,12 +15,14 @@ LAYERS = (
     {"kernels"},
     {"decoding"},
     {"checks", "policy"},
+    {"choice"},
     {"pair"},
+    {"loading"},
     {"hub.quantize"},  # needs loaded models, unlike the rest of its folder
     {"answer", "scoring"},
     {"answering"},
     {"generation"},
-    {"bench", "parity", "server", "training"},
+    {"bench", "model", "parity", "server", "training"},
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 

@@ -224,7 +224,7 @@ def test_the_public_names_are_described() -> None:
 
 
 def test_the_signatures_are_those_of_the_code() -> None:
-    for name in ("load_pair", "generate", "stream_generate", "generate_many", "stream_many"):
+    for name in ("load_pair", "generate", "stream_generate", "generate_many", "stream_many", "DFlashModel"):
         [shown] = re.findall(rf"^{name}\((.*?)\)$", "\n".join(blocks("text", API)), re.MULTILINE | re.DOTALL)
         parameters = list(inspect.signature(getattr(dflash_mlx, name)).parameters.values())
         keyword_only = [p.kind for p in parameters].index(inspect.Parameter.KEYWORD_ONLY)
@@ -239,7 +239,7 @@ def test_the_python_examples_run(
     demo_pair: ModelPair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One after another, as in a session of a reader."""
-    monkeypatch.setattr("dflash_mlx.pair.load_pair", lambda name: demo_pair)
+    monkeypatch.setattr("dflash_mlx.loading.load_pair", lambda name: demo_pair)
     first, *more = blocks("python", API)
     names: dict[str, Any] = {}
     exec(compile(first, "docs/python-api.md", "exec"), names)

@@ -151,6 +151,11 @@ def _parse(raw: dict[str, Any]) -> DraftConfig:
 
     heads = int(required("num_attention_heads"))
     layers = int(required("num_hidden_layers"))
+    if layers > _LARGEST["num_hidden_layers"]:
+        raise CheckpointError(
+            "the drafter's config.json names more layers (num_hidden_layers) than any drafter has; expected 1 to "
+            f"{_LARGEST['num_hidden_layers']}. Fetch the folder again."
+        )
     target_layers = optional("num_target_layers", None)
     if target_layers is not None and optional("target_layer_ids", None) is None:
         layer_ids = default_target_layer_ids(int(target_layers), layers)

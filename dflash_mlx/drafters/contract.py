@@ -57,6 +57,12 @@ def best_tokens(logits: mx.array, vocabulary: DraftVocabulary | None) -> mx.arra
     return best if vocabulary is None else vocabulary.token_ids[best]
 
 
+def confidence(logits: mx.array) -> mx.array:
+    """Logarithms of the chance of the best token at each place, (...) float32, by logits (..., n)."""
+    logits = logits.astype(mx.float32)
+    return logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)
+
+
 @dataclass
 class Drafted:
     """Drafts of B answers: tokens (B, W) after each anchor, and what the drafter thinks of them.
@@ -76,8 +82,7 @@ class Drafted:
         if self.logits is None:
             assert self.log_probs is not None
             return self.log_probs
-        logits = self.logits.astype(mx.float32)
-        return logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)
+        return confidence(self.logits)
 
 
 class Chooser(Protocol):
@@ -118,6 +123,16 @@ class Nobody:
         return []
 
 
+def choose_tokens(
+    writers: Sequence[Writer], logits: mx.array, position: mx.array, vocabulary: DraftVocabulary | None
+) -> mx.array:
+    """Tokens (B, W) as each writer chooses them by its logits (B, W, n), from the positions (B,) on."""
+    if all(writer.is_plain_greedy for writer in writers):
+        return best_tokens(logits, vocabulary)
+    proposals = [writer.strategy.propose(logits[row], position[row], vocabulary) for row, writer in enumerate(writers)]
+    return mx.stack([proposal.tokens for proposal in proposals])
+
+
 class Outlook(Enum):
     """What drafting for the next round takes."""
 
@@ -129,7 +144,9 @@ class Outlook(Enum):
 class Drafter(Protocol):
     """A way of drafting, loaded."""
 
-    method: str
+    @property
+    def method(self) -> str:
+        """How it drafts, in a word or two: "dflash", "ngram", ..."""
 
     @property
     def places(self) -> int:
@@ -162,10 +179,6 @@ class Drafter(Protocol):
     @property
     def networks(self) -> Sequence[nn.Module]:
         """Its networks, whose layers may use kernels."""
-
-    @property
-    def head_dim(self) -> int | None:
-        """Size of its attention heads, or None where it has no attention."""
 
     def misfits(self, target: Target) -> list[str]:
         """What speaks against using it for this target, by what the two configs say."""
@@ -212,6 +225,9 @@ class DraftState(Protocol):
 
         writers: one for each row.
         """
+
+    def withdraw(self) -> None:
+        """Take back what was proposed last: some rows will have other drafts verified."""
 
     def layers(self) -> list[Any]:
         """The caches of all rows, with everything that was kept so far."""

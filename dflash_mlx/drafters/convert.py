@@ -10,7 +10,10 @@ import mlx.core as mx
 from dflash_mlx.drafters.checkpoint import CODEBOOKS, Checkpoint, Weights, read_checkpoint
 from dflash_mlx.drafters.config import DFLASH2_FIELDS, DraftConfig
 from dflash_mlx.drafters.dialects import from_speculators, is_speculators
+from dflash_mlx.drafters.loading import method_of
+from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.new_folder import write_new_folder
 
 Layout = Literal["zlab", "speculators"]
@@ -41,8 +44,12 @@ def convert_drafter(
 
     target: the target's name or folder, which speculators' config names. target_layers: how many layers it has, which
     z-lab's config names. Raises CheckpointError where the source cannot be read or the layout has no place for what it
-    holds, UsageError where it has that layout already or `folder` exists.
+    holds, UsageError where it is of another kind, has that layout already, or `folder` exists.
     """
+    found = method_of(read_json(source / "config.json"))
+    if found is not Method.dflash:
+        what = "a language model" if found is Method.draft_model else f"a drafter for {found.value}"
+        raise UsageError(f"only DFlash drafters are converted; {source} holds {what}, which is read in its own layout.")
     checkpoint = read_checkpoint(source)
     if layout_of(checkpoint.raw) == to:
         raise UsageError(f"{source} is in the layout of {_NAMES[to]} already; nothing is to be converted.")

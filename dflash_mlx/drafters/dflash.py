@@ -6,6 +6,7 @@ rounds: a block's own are written after them, for as long as it is drafted, and 
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import pairwise
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from dflash_mlx.caches.rows import RowKVCache, Rows
 from dflash_mlx.drafters.attention_mask import BlockMask, block_mask
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.contract import Chooser, DraftVocabulary, Proposal
+from dflash_mlx.drafters.denoising import DFlashConfig
 from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.drafters.rope import make_rope
 from dflash_mlx.targets.target import Target
@@ -91,12 +93,9 @@ class DFlashDrafter(nn.Module):
     row for the mask token or its own head for the tokens that it drafts.
     """
 
-    method = "dflash"
     layer_class: type[DraftLayer] = DraftLayer
-    # Its places do not depend on each other, so the drafts of a round may be a tree.
-    supports_trees = True
-    allows_rejection = True
     drafts_on_host = False
+    drafting = DFlashConfig()
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -114,6 +113,27 @@ class DFlashDrafter(nn.Module):
             for kind in set(config.layer_types)
         }
 
+    def drafting_as(self, drafting: DFlashConfig) -> "DFlashDrafter":
+        """The same drafter, with the same weights, which drafts in as many steps as that says."""
+        other = copy(self)
+        other.drafting = drafting
+        return other
+
+    @property
+    def method(self) -> str:
+        steps, schedule = self.drafting.diffusion_steps, self.drafting.noise_schedule
+        return "dflash" if steps == 1 else f"dflash({steps} {schedule} steps)"
+
+    @property
+    def supports_trees(self) -> bool:
+        # In one step places do not depend on each other.
+        return self.drafting.diffusion_steps == 1
+
+    @property
+    def allows_rejection(self) -> bool:
+        # Judging by rejection goes from left to right; a place drafted in a later step may know tokens after it.
+        return self.drafting.diffusion_steps == 1
+
     @property
     def dtype(self) -> mx.Dtype:
         """What it computes in. Features and embeddings of another type are cast on their way in, and results back."""
@@ -130,10 +150,6 @@ class DFlashDrafter(nn.Module):
     @property
     def networks(self) -> Sequence[nn.Module]:
         return [self]
-
-    @property
-    def head_dim(self) -> int:
-        return self.config.head_dim
 
     def rehearsal(self) -> "DFlashDrafter":
         return self

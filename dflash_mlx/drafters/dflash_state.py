@@ -8,7 +8,8 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, best_tokens
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, best_tokens, choose_tokens, confidence
+from dflash_mlx.drafters.denoising import surest
 from dflash_mlx.drafters.row_state import RowState
 from dflash_mlx.targets.target import Target
 
@@ -65,7 +66,9 @@ class DFlashState(RowState):
         self.absorb()
 
     def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
-        logits, hidden = self.draft(anchors, at, places, room=room)
+        if self.drafter.drafting.diffusion_steps > 1:
+            return self._propose_in_steps(writers, anchors, at, places, room=room)
+        logits, hidden = self.draft(anchors, at, self._masks(anchors, places), room=room)
         if self.drafter.supports_trees and all(writer.is_plain_greedy for writer in writers):
             return Drafted(best_tokens(logits, self.vocabulary), logits)
         proposals = [
@@ -81,13 +84,33 @@ class DFlashState(RowState):
         ]
         return Drafted(mx.stack([proposal.tokens for proposal in proposals]), logits, proposals=proposals)
 
-    def draft(self, anchors: mx.array, at: mx.array, places: int, *, room: int) -> tuple[mx.array, mx.array]:
-        """What the drafter says of the places after the anchors: logits (B, W, n) and hidden states (B, W, D)."""
+    def _propose_in_steps(
+        self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int
+    ) -> Drafted:
+        """Draft, fix the surest places and draft the others again around them, until all are fixed."""
+        tokens = masks = self._masks(anchors, places)
+        fixed = mx.zeros(masks.shape, dtype=mx.bool_)
+        logits: mx.array | None = None
+        for count in self.drafter.drafting.fixed_counts(places):
+            said, _ = self.draft(anchors, at, tokens, room=room)
+            logits = said if logits is None else mx.where(fixed[..., None], logits, said)
+            chosen = choose_tokens(writers, said, at + 1, self.vocabulary).astype(mx.uint32)
+            now = surest(confidence(logits), fixed, count)
+            tokens, fixed = mx.where(fixed, tokens, mx.where(now, chosen, masks)), now
+        return Drafted(tokens, logits)
+
+    def _masks(self, anchors: mx.array, places: int) -> mx.array:
+        return mx.full((anchors.shape[0], places), self.drafter.config.mask_token_id, dtype=mx.uint32)
+
+    def draft(self, anchors: mx.array, at: mx.array, drafts: mx.array, *, room: int) -> tuple[mx.array, mx.array]:
+        """What the drafter says of the places after the anchors: logits (B, W, n) and hidden states (B, W, D).
+
+        drafts: (B, W), what the block holds there: masks, and tokens that are fixed.
+        """
         self.absorb()
         self.rows.reserve(room)
         self.rows.lengths.value = at
-        masks = mx.full((anchors.shape[0], places), self.drafter.config.mask_token_id, dtype=mx.uint32)
-        block = mx.concatenate([anchors.astype(mx.uint32)[:, None], masks], axis=1)
+        block = mx.concatenate([anchors.astype(mx.uint32)[:, None], drafts], axis=1)
         logits, hidden = self._passes.draft(self.rows, block)
         return logits, hidden
 

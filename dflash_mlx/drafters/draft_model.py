@@ -43,10 +43,6 @@ class DraftModel(StepwiseDrafter):
                 "another model for --draft-model, or run with --no-draft."
             )
 
-    @property
-    def head_dim(self) -> int | None:
-        return self.model.head_dim
-
     def misfits(self, target: Target) -> list[str]:
         """None: that the tokens are the same is seen in the tokenizers' files (`check_tokens`)."""
         return []

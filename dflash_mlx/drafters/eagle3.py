@@ -136,10 +136,6 @@ class Eagle3Drafter(StepwiseDrafter):
     def taps(self) -> Sequence[int]:
         return self.config.target_layer_ids
 
-    @property
-    def head_dim(self) -> int:
-        return self.config.head_dim
-
     def misfits(self, target: Target) -> list[str]:
         config, layers, found = self.config, len(target.layers), []
         if config.target_hidden_size != target.hidden_size:

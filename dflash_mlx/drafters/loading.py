@@ -9,6 +9,9 @@ from dflash_mlx.drafters import draft_model, eagle3, mtp, ngram
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.config import parse_draft_config
 from dflash_mlx.drafters.contract import Drafter
+from dflash_mlx.drafters.denoising import DFlashConfig
+from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.drafters.dialects import other_kind
 from dflash_mlx.drafters.eagle3_checkpoint import is_eagle3, load_eagle3, parse_eagle3_config
 from dflash_mlx.drafters.medusa import is_medusa, load_medusa
@@ -17,8 +20,11 @@ from dflash_mlx.drafters.with_ngram import WithNgram
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError, UsageError
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.hub.naming import is_drafter
+from dflash_mlx.hub.own_head import brings_head
 from dflash_mlx.targets.target import Target
 
+# How a DFlash drafter drafts unless the user says it: dflash, or dflash_ngram.
+_AUTO_FOR_DFLASH = Method.dflash
 # The places for which tokens are drafted in a round, and the most that may be asked for. The others have their own.
 _PLACES = {
     Method.eagle3: (eagle3.PLACES, eagle3.MOST_PLACES),
@@ -34,12 +40,12 @@ def check(folder: Path | None, method: Method, *, target_folder: Path, block_siz
     Refuses what cannot be used, before the target is loaded, which may take minutes. block_size: the largest block of a
     round, None for the drafter's own. Raises CheckpointError and UsageError.
     """
-    if folder is not None and method is not Method.mtp:
+    if folder is not None and method.alone is not Method.mtp:
         raw = read_json(folder / "config.json")
-        found = _method_of(raw)
+        found = method_of(raw)
         if method is Method.auto:
-            method = found
-        elif found is not (Method.dflash if method is Method.dflash_ngram else method):
+            method = _AUTO_FOR_DFLASH if found is Method.dflash else found
+        elif found is not method.alone:
             raise UsageError(
                 f"--method {method.value} was asked for, and the drafter in {folder} is one for {found.value}. Leave "
                 "--method out, or name another drafter with --draft-model."
@@ -49,8 +55,8 @@ def check(folder: Path | None, method: Method, *, target_folder: Path, block_siz
         elif found is Method.eagle3:
             parse_eagle3_config(raw)
     elif method is Method.auto:
-        method = Method.mtp if mtp.brings_head(target_folder) else Method.ngram
-    most = _PLACES[method][1] if method in _PLACES else None
+        method = Method.mtp if brings_head(target_folder) else Method.ngram
+    most = _PLACES[method.alone][1] if method.alone in _PLACES else None
     if block_size is not None and most is not None and not 2 <= block_size <= most + 1:
         raise UsageError(f"block size should be from 2 to {most + 1} for {method.value}; got {block_size}.")
     return method
@@ -69,6 +75,21 @@ def load(
 
     dtype: that of the target's activations. Raises CheckpointError and PairError.
     """
+    drafter = _load_alone(
+        folder, method.alone, target=target, target_folder=target_folder, block_size=block_size, dtype=dtype
+    )
+    return drafter if drafter is None or method is method.alone else WithNgram(drafter)
+
+
+def _load_alone(
+    folder: Path | None,
+    method: Method,
+    *,
+    target: Target,
+    target_folder: Path,
+    block_size: int | None,
+    dtype: mx.Dtype,
+) -> Drafter | None:
     default, _ = _PLACES.get(method, (0, 0))
     places = default if block_size is None else block_size - 1
     if method is Method.ngram:
@@ -83,11 +104,24 @@ def load(
         return load_medusa(folder, target, dtype=dtype)
     if method is Method.draft_model:
         return draft_model.load_draft_model(folder, target, target_folder, dtype=dtype, places=places)
-    drafter = load_drafter(folder, dtype=dtype)
-    return WithNgram(drafter) if method is Method.dflash_ngram else drafter
+    return load_drafter(folder, dtype=dtype)
 
 
-def _method_of(raw: dict[str, Any]) -> Method:
+def in_steps(drafter: Drafter | None, drafting: DFlashConfig) -> Drafter | None:
+    """The same drafter, which drafts as `drafting` says. Raises UsageError for one that cannot take several steps."""
+    if isinstance(drafter, WithNgram):
+        inner = in_steps(drafter.drafter, drafting)
+        assert inner is not None
+        return WithNgram(inner)
+    if isinstance(drafter, DFlashDrafter) and not isinstance(drafter, DFlash2Drafter):
+        return drafter.drafting_as(drafting)
+    if drafting.diffusion_steps == 1:
+        return drafter
+    found = "a DFlash 2 drafter" if isinstance(drafter, DFlash2Drafter) else drafter.method if drafter else "no drafter"
+    raise UsageError(f"several denoising steps are for DFlash drafters; this pair has {found}. Leave --steps out.")
+
+
+def method_of(raw: dict[str, Any]) -> Method:
     """The method that a folder with this config.json is for. Raises CheckpointError for kinds that are not run."""
     try:
         method = Method.eagle3 if is_eagle3(raw) else Method.medusa if is_medusa(raw) else None

@@ -22,7 +22,7 @@ from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.targets.target import Target
 
-_NAME = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)$")
+_NAME = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias|scales|biases)$")
 
 
 class MedusaHead(nn.Module):
@@ -52,7 +52,6 @@ class MedusaDrafter:
     method = "medusa"
     supports_trees = allows_rejection = True
     drafts_on_host = False
-    head_dim = None
 
     def __init__(self, network: MedusaNetwork, *, target_layers: int) -> None:
         """target_layers: how many the target has; what comes after them is what the heads read."""

@@ -1,13 +1,16 @@
 """Multi-token prediction: a head of the target's own that was trained to see one token further, as drafter.
 
-Qwen3-Next and its successors bring one: a layer like their own with full attention over the embedding of a token and
-the target's last hidden state (after the final norm) of the position before. While it drafts, what it computed at a
-place stands for that place's hidden state. mlx-lm leaves its tensors out; here they are read beside the target.
+Qwen3-Next and GLM-4.5 bring one, and so do their successors: a layer like their own with full attention over the
+embedding of a token and the target's last hidden state (after the final norm) of the position before (DeepSeek-V3,
+arXiv 2412.19437, section 2.2). While it drafts, what it computed at a place stands for that place's hidden state.
+mlx-lm leaves its tensors out; here they are read beside the target.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -20,23 +23,21 @@ from dflash_mlx.drafters.contract import DraftVocabulary
 from dflash_mlx.drafters.stepwise import StepwiseDrafter
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub.folder import read_json
-from dflash_mlx.hub.naming import families_of
+from dflash_mlx.hub.own_head import HEAD_FAMILIES, NAMED, further_layers, name_in_head
 from dflash_mlx.targets.target import Target
 
 # It was trained to see one token further, and what it says gets worse with each of its own.
 PLACES, MOST_PLACES = 3, 15
-# The model files of mlx-lm whose targets have such a head.
-_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-_NAME = re.compile(r"(?:^|\.)mtp\.(.+)$")
-_FURTHER_LAYER = re.compile(r"layers\.[1-9]")
 _EXPERT = re.compile(r"(.+\.mlp)\.experts\.(\d+)\.(\w+_proj)\.weight$")
 
 
 class MTPNetwork(nn.Module):
     """The weights, under the names of the checkpoints without "mtp."."""
 
-    def __init__(self, size: int, eps: float, layer: nn.Module) -> None:
+    def __init__(self, size: int, eps: float, layer: nn.Module, *, norms_between: bool) -> None:
+        """norms_between: what stands for the next place's hidden state goes through the last norm, too."""
         super().__init__()
+        self.norms_between = norms_between
         self.pre_fc_norm_embedding = nn.RMSNorm(size, eps=eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(size, eps=eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -47,18 +48,19 @@ class MTPNetwork(nn.Module):
         """Embeddings of tokens and the hidden states before them, both (B, L, D) -> hidden states (B, L, D)."""
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
         h = self.fc(mx.concatenate(parts, axis=-1))
-        return self.norm(self.layers[0](h, mask=create_attention_mask(h, cache), cache=cache))
+        h = self.layers[0](h, mask=create_attention_mask(h, cache, return_array=True), cache=cache)
+        return self.norm(h) if self.norms_between else h
 
 
 class MTPDrafter(StepwiseDrafter):
-    """See `StepwiseDrafter`. What is said of a position is ready for the target's vocabulary head."""
+    """See `StepwiseDrafter`. What is said of a position is the layer's output, normed or not."""
 
     method = "mtp"
 
     def __init__(self, network: MTPNetwork, target: Target, *, places: int = PLACES) -> None:
         super().__init__(network, places=places)
         self.network = network
-        self._layers, self._head_dim = len(target.layers), target.head_dim
+        self._layers = len(target.layers)
         self._target_dtype = target.embed(mx.zeros((1, 1), dtype=mx.uint32)).dtype
 
     @property
@@ -69,10 +71,6 @@ class MTPDrafter(StepwiseDrafter):
     @property
     def taps(self) -> Sequence[int]:
         return (self._layers,)
-
-    @property
-    def head_dim(self) -> int | None:
-        return self._head_dim
 
     def misfits(self, target: Target) -> list[str]:
         """None: it was made like the target's own layers, and its weights had the right shapes."""
@@ -91,7 +89,8 @@ class MTPDrafter(StepwiseDrafter):
         return self.network(target.embed(tokens).astype(self.dtype), hidden, caches[0])
 
     def logits(self, target: Target, hidden: mx.array) -> mx.array:
-        return target.head(hidden.astype(self._target_dtype))
+        normed = hidden if self.network.norms_between else self.network.norm(hidden)
+        return target.head(normed.astype(self._target_dtype))
 
 
 def load_mtp(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLACES) -> MTPDrafter:
@@ -99,56 +98,69 @@ def load_mtp(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLA
 
     `dtype` is the target's; weights may be quantized by MLX (see `checkpoint.filled`). Raises CheckpointError.
     """
-    family = type(target.model).__module__.rpartition(".")[2]
-    if family not in _FAMILIES:
+    family = family_of(target.model)
+    if family not in HEAD_FAMILIES:
         raise CheckpointError(
             f"the target is of the family {family}; heads for multi-token prediction are read for "
-            f"{', '.join(_FAMILIES)}. Choose another drafter, or run with --no-draft."
+            f"{', '.join(HEAD_FAMILIES)}. Choose another drafter, or run with --no-draft."
         )
-    weights = with_stacked_experts(read_head(folder))
+    weights = read_head(folder, target.config)
     if not weights:
         raise CheckpointError(
-            f"the safetensors files in {folder} have no tensors mtp.*: conversions of models often leave them out. "
-            "Name a folder that has them with --draft-model, choose another drafter, or run with --no-draft."
+            f"the safetensors files in {folder} have no tensors of such a head (mtp.*, or a layer after the target's "
+            "last): conversions of models often leave them out. Name a folder that has them with --draft-model, choose "
+            "another drafter, or run with --no-draft."
         )
-    further = sorted({name for name in weights if _FURTHER_LAYER.match(name)})
-    if further:
+    if further := further_layers(weights):
         raise CheckpointError(
             f"the head in {folder} has more than one layer (mtp.{further[0]}), for which there is no code. Choose "
             "another drafter, or run with --no-draft."
         )
     text: Any = getattr(target.model, "language_model", target.model)
     kind: Any = type(target.layers[0])
-    # The first of its layers with full attention.
-    layer = kind(text.args, text.args.full_attention_interval - 1)
-    network = MTPNetwork(target.hidden_size, text.args.rms_norm_eps, layer)
+    # One is like the target's first layer with full attention, the other like its last layer.
+    layer = kind(text.args, text.args.full_attention_interval - 1 if family in NAMED else text.args.num_hidden_layers)
+    network = MTPNetwork(target.hidden_size, text.args.rms_norm_eps, layer, norms_between=family in NAMED)
+    weights = as_layer(weights, target.model)
     quantization = read_json(folder / "config.json").get("quantization")
     return MTPDrafter(filled(network, weights, folder, quantization=quantization, dtype=dtype), target, places=places)
 
 
-def brings_head(folder: Path) -> bool:
-    """Whether a target's folder has a head that can be read here. Raises CheckpointError."""
-    known = set(families_of(read_json(folder / "config.json"))) & set(_FAMILIES)
-    head = read_head(folder) if known else {}
-    return bool(head) and not any(_FURTHER_LAYER.match(name) for name in head)
+def read_head(folder: Path, config: dict[str, Any]) -> Weights:
+    """The tensors of a head in a folder, named as in `mtp.*`, and with norms as MLX multiplies by them.
 
-
-def read_head(folder: Path) -> Weights:
-    """The tensors `mtp.*` of a folder, without that part of their names, and with norms as MLX multiplies by them.
-
-    The published files hold norms less 1. A file that MLX has written says so (`format`), and holds them whole.
+    config: the target's. Files published with `mtp.*` hold norms less 1. A file that MLX has written says so
+    (`format`), and holds them whole.
     """
     weights: Weights = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
             loaded: Any = mx.load(str(file), return_metadata=True)
             arrays, about = loaded
-            found = {name[1]: array for key, array in arrays.items() if (name := _NAME.search(key))}
-            less = 0.0 if about.get("format") == "mlx" else 1.0
-            weights |= {name: array + less if "norm" in name else array for name, array in found.items()}
+            whole = about.get("format") == "mlx"
+            for key, array in arrays.items():
+                if name := name_in_head(key, config):
+                    less = "norm" in name and "mtp." in key and not whole
+                    weights[name] = array + 1.0 if less else array
     except RuntimeError as error:
         raise CheckpointError(f"cannot read the weights in {folder}: {error}. Fetch the folder again.") from error
     return weights
+
+
+def as_layer(weights: Weights, model: nn.Module) -> Weights:
+    """A head's tensors in the form in which a layer of its target (a model of mlx-lm) holds them."""
+    if family_of(model) in NAMED:
+        return with_stacked_experts(weights)
+    # mlx-lm's own reading of a checkpoint, for a model of one layer, puts attention, FP8 and experts into their form.
+    text: Any = model
+    alone = SimpleNamespace(args=replace(text.args, num_hidden_layers=1))
+    named = {f"model.{name}" if name.startswith("layers.") else name: array for name, array in weights.items()}
+    return {name.removeprefix("model."): array for name, array in type(text).sanitize(alone, named).items()}
+
+
+def family_of(model: nn.Module) -> str:
+    """The model file of mlx-lm that a model is of."""
+    return type(model).__module__.rpartition(".")[2]
 
 
 def with_stacked_experts(weights: Weights) -> Weights:

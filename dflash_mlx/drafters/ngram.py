@@ -99,7 +99,6 @@ class NgramDrafter:
     supports_trees = allows_rejection = False
     drafts_on_host = True
     networks: Sequence[Any] = ()
-    head_dim = None
 
     def __init__(self, places: int = DEFAULT_PLACES, *, always: bool = False) -> None:
         self.places, self.always = places, always
@@ -151,6 +150,9 @@ class NgramState:
                 tokens[row] = lookup.draft(places)
                 log_probs[row] = np.log([lookup.chance(further) for further in range(places)])
         return Drafted(mx.array(tokens), log_probs=mx.array(log_probs))
+
+    def withdraw(self) -> None:
+        pass
 
     def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
         pass

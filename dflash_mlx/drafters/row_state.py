@@ -16,6 +16,9 @@ class RowState:
     def outlook(self, writers: Sequence[Writer]) -> Outlook:
         return Outlook.DEVICE
 
+    def withdraw(self) -> None:
+        """Nothing of drafts is kept."""
+
     def absorb(self) -> None:
         """Work off what was kept and waits, so that the caches hold it."""
 

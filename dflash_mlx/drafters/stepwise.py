@@ -21,7 +21,7 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, best_tokens
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, choose_tokens
 from dflash_mlx.drafters.row_state import RowState
 from dflash_mlx.targets.target import Target
 
@@ -42,11 +42,6 @@ class StepwiseDrafter(ABC):
         """places: the most tokens that it drafts for a round."""
         self.networks: Sequence[nn.Module] = [network]
         self.places = places
-
-    @property
-    @abstractmethod
-    def head_dim(self) -> int | None:
-        """Size of its attention heads."""
 
     @property
     def taps(self) -> Sequence[int]:
@@ -130,7 +125,7 @@ class StepwiseState(RowState):
 
     Entries are written by their index. What a draft writes after the anchor's entry stays where it is, and the next
     entries are written over it; so nothing has to be known of what was kept. The drafts that are verified after
-    `propose` have to be the first of those that it gave.
+    `propose` have to be the first of those that it gave, unless they were withdrawn.
     """
 
     def __init__(self, drafter: StepwiseDrafter, target: Target, rows: Rows) -> None:
@@ -179,14 +174,13 @@ class StepwiseState(RowState):
         self._right, self._missing, self._drafted = own, 0, 1 if self.drafter.shift else places
         return Drafted(mx.stack(tokens, axis=1), mx.concatenate(all_logits, axis=1))
 
+    def withdraw(self) -> None:
+        # The anchors' entries are right whatever comes after them.
+        self._drafted = min(self._drafted, 1)
+
     def _choose(self, writers: Sequence[Writer], logits: mx.array, position: mx.array) -> mx.array:
         """A token of each row, (B,), by logits (B, 1, n) for the positions (B,)."""
-        if all(writer.is_plain_greedy for writer in writers):
-            return best_tokens(logits[:, 0], self.vocabulary).astype(mx.uint32)
-        proposals = [
-            writer.strategy.propose(logits[row], position[row], self.vocabulary) for row, writer in enumerate(writers)
-        ]
-        return mx.concatenate([proposal.tokens for proposal in proposals]).astype(mx.uint32)
+        return choose_tokens(writers, logits, position, self.vocabulary)[:, 0].astype(mx.uint32)
 
     def _right_before(self, at: mx.array) -> mx.array:
         """How many entries of each row are right when its anchor is at the positions `at` (B,); -1 when that is 0.

@@ -14,8 +14,6 @@ from dflash_mlx.targets.target import Target
 # Drafts that are kept of the drafter's, and that are taken to be kept of the text's as promised: what is assumed at
 # first, and how fast newer rounds count more.
 _FIRST_KEPT, _FIRST_TOLD, _FADE = 2.0, 4.0, 0.8
-# Drafts that the text's promise is counted over.
-_PLACES = 15
 # So many times as many tokens the text has to promise: where it drafts, the next round waits for the host.
 _MARGIN = 1.3
 
@@ -46,10 +44,6 @@ class WithNgram:
     def networks(self) -> Sequence[nn.Module]:
         return self.drafter.networks
 
-    @property
-    def head_dim(self) -> int | None:
-        return self.drafter.head_dim
-
     def misfits(self, target: Target) -> list[str]:
         return self.drafter.misfits(target)
 
@@ -60,20 +54,20 @@ class WithNgram:
         self.drafter.read(target, tokens, features, caches)
 
     def open(self, target: Target, caches: list[Any], length: int) -> "WithNgramState":
-        return WithNgramState(self.drafter.open(target, caches, length))
+        return WithNgramState(self.drafter.open(target, caches, length), places=self.places)
 
     def blank(self, target: Target, rows: int, positions: int) -> "WithNgramState":
-        return WithNgramState(self.drafter.blank(target, rows, positions))
+        return WithNgramState(self.drafter.blank(target, rows, positions), places=self.places)
 
     def rehearsal(self) -> Drafter:
         return self.drafter.rehearsal()
 
 
 class WithNgramState:
-    """See `contract.DraftState`; `inner` is the drafter's."""
+    """See `contract.DraftState`; `inner` is the drafter's. places: the most tokens drafted for a round."""
 
-    def __init__(self, inner: DraftState) -> None:
-        self.inner, self.text = inner, NgramState(always=False)
+    def __init__(self, inner: DraftState, *, places: int) -> None:
+        self.inner, self.text, self._places = inner, NgramState(always=False), places
         self._kept: WeakKeyDictionary[Writer, _Kept] = WeakKeyDictionary()
 
     @property
@@ -85,7 +79,7 @@ class WithNgramState:
 
     def _prefers_text(self, writer: Writer) -> bool:
         lookup, kept = self.text.lookup(writer), self._kept_of(writer)
-        return 1 + lookup.promise(_PLACES) * kept.honesty > _MARGIN * (1 + kept.mean)
+        return 1 + lookup.promise(self._places) * kept.honesty > _MARGIN * (1 + kept.mean)
 
     def _kept_of(self, writer: Writer) -> "_Kept":
         kept = self._kept.setdefault(writer, _Kept())
@@ -95,19 +89,24 @@ class WithNgramState:
     def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
         chosen = [self._prefers_text(writer) for writer in writers]
         for writer, by_text in zip(writers, chosen, strict=True):
-            self._kept_of(writer).begin(self.text.lookup(writer), by_text=by_text)
+            lookup = self.text.lookup(writer)
+            self._kept_of(writer).begin(lookup, promise=lookup.promise(self._places), by_text=by_text)
         if not any(chosen):
             return self.inner.propose(writers, anchors, at, places, room=room)
         of_text = self.text.propose(writers, anchors, at, places, room=room)
         if all(chosen):
             return of_text
         drafted = self.inner.propose(writers, anchors, at, places, room=room)
+        self.inner.withdraw()
         rows = mx.array(chosen)[:, None]
         assert of_text.log_probs is not None
         return Drafted(
             mx.where(rows, of_text.tokens, drafted.tokens),
             log_probs=mx.where(rows, of_text.log_probs, drafted.confidence),
         )
+
+    def withdraw(self) -> None:
+        self.inner.withdraw()
 
     def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
         self.inner.extend(tokens, features, at, room=room, all_kept=all_kept)
@@ -166,7 +165,7 @@ class _Kept:
             self._told = _FADE * self._told + self._promise
         self._drafts = None
 
-    def begin(self, lookup: Lookup, *, by_text: bool) -> None:
-        """A round is drafted for, by the text or by the drafter."""
+    def begin(self, lookup: Lookup, *, promise: float, by_text: bool) -> None:
+        """A round is drafted for, by the text, which promises so much, or by the drafter."""
         self._drafts = "text" if by_text else "drafter"
-        self._promise, self._equal = lookup.promise(_PLACES), lookup.length
+        self._promise, self._equal = promise, lookup.length

@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.errors import CheckpointError
+from dflash_mlx.errors import WRONG_VALUES, CheckpointError
 from dflash_mlx.hub.naming import is_drafter
 
 # Where some drafters have their weights instead.
@@ -57,16 +57,33 @@ def check_safetensors(path: Path) -> None:
     """Compare the file's size with what its header announces. Raises CheckpointError for a cut or padded file."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MOST_HEADER_BYTES + 1
-            header: Any = json.loads(file.read(length)) if length <= _MOST_HEADER_BYTES else None
+        header, length = _read_header(path)
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         expected = 8 + length + max(ends, default=0)
-    except (OSError, ValueError, AttributeError, KeyError, IndexError, TypeError, RecursionError) as error:
+    except (OSError, *WRONG_VALUES) as error:
         raise CheckpointError(f"{path} is not a complete safetensors file ({_size(path)}). Fetch it again.") from error
     if size != expected:
         raise CheckpointError(f"{path} is damaged: expected {expected:,} bytes, found {size:,}. Fetch it again.")
+
+
+def tensors_of(path: Path) -> dict[str, dict[str, Any]]:
+    """The tensors of a safetensors file by name, as its header describes them: dtype, shape, data_offsets.
+
+    Raises CheckpointError.
+    """
+    try:
+        header, _ = _read_header(path)
+        return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, *WRONG_VALUES) as error:
+        raise CheckpointError(f"{path} is not a complete safetensors file ({_size(path)}). Fetch it again.") from error
+
+
+def _read_header(path: Path) -> tuple[Any, int]:
+    """A safetensors file's header, and how many bytes it has."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MOST_HEADER_BYTES + 1
+        return (json.loads(file.read(length)) if length <= _MOST_HEADER_BYTES else None), length
 
 
 def _size(path: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError
-from dflash_mlx.hub.folder import read_json
+from dflash_mlx.hub.folder import TORCH_WEIGHTS, read_json
 from dflash_mlx.hub.naming import split_precision, text_config
 from dflash_mlx.hub.registry import ModelSource, PairSpec
 
@@ -52,7 +52,7 @@ def pair_needs(spec: PairSpec, *, target: Path | None, drafter: Path | None) -> 
     if config is not None:
         cache = cache_bytes(config)
         if drafter is not None:
-            cache += cache_bytes(read_json(drafter / "config.json"))
+            cache += drafter_cache_bytes(read_json(drafter / "config.json"), target=config)
     elif target_bytes is not None:
         cache = round(target_bytes * _CACHE_SHARE)
     return Needs(target_bytes, drafter_bytes, cache, estimated=target is None or drafter is None)
@@ -69,6 +69,24 @@ def cache_bytes(config: dict[str, Any], *, tokens: int = CONTEXT) -> int:
         raise CheckpointError(f"the model's config.json holds a value that cannot be: {error}.") from error
 
 
+def drafter_cache_bytes(config: dict[str, Any], *, target: dict[str, Any], tokens: int = CONTEXT) -> int:
+    """What a drafter keeps of `tokens` tokens, by its config.json and its target's: keys and values, and features.
+
+    Medusa heads keep the target's last hidden state of each, EAGLE-3 its own feature of each. Raises CheckpointError.
+    """
+    shape = {**config, **(config.get("transformer_layer_config") or {})}  # speculators nests the layers' shape
+    try:
+        kinds = [config.get("speculators_model_type"), *(config.get("architectures") or ())]
+        if "medusa_num_heads" in config:
+            return 2 * tokens * int(text_config(target).get("hidden_size") or 0)
+        if any("eagle" in str(kind).lower() for kind in kinds):
+            notes = 2 * tokens * int(shape.get("hidden_size") or 0)
+            return notes + cache_bytes({**shape, "num_hidden_layers": 1}, tokens=tokens)
+    except WRONG_VALUES as error:
+        raise CheckpointError(f"the drafter's config.json holds a value that cannot be: {error}.") from error
+    return cache_bytes(shape, tokens=tokens)
+
+
 def _cache_bytes(text: dict[str, Any], tokens: int) -> int:
     heads = int(text.get("num_attention_heads") or 1)
     width = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
@@ -78,8 +96,9 @@ def _cache_bytes(text: dict[str, Any], tokens: int) -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of a folder's weights."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    """Size of a folder's weights. A drafter's may be in a file of PyTorch."""
+    files = [*folder.glob("*.safetensors")] or [folder / name for name in TORCH_WEIGHTS if (folder / name).exists()]
+    return sum(path.stat().st_size for path in files)
 
 
 def _full_layers(text: dict[str, Any]) -> int:

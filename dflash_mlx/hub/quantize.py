@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.errors import CheckpointError, UsageError
-from dflash_mlx.hub.folder import check_folder, read_json
+from dflash_mlx.hub.folder import check_folder, read_json, tensors_of
 from dflash_mlx.hub.naming import is_drafter
+from dflash_mlx.hub.own_head import brings_head
 
 # mode -> (bits it can have, group sizes it can have); the first of each is the default.
 MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -108,37 +109,55 @@ def convert_drafter(source: Path, folder: Path, scheme: Scheme) -> None:
     """A drafter's tensors under the same names, one by one, so that every layout of a drafter stays what it is."""
     import mlx.core as mx
 
-    from dflash_mlx.drafters.checkpoint import MASK_FILE
+    from dflash_mlx.drafters.checkpoint import MASK_FILE, read_weights
     from dflash_mlx.drafters.config import parse_draft_config
     from dflash_mlx.drafters.torch_file import read_mask_embedding
 
     config = read_json(source / "config.json")
-    arrays: dict[str, mx.array] = {}
-    for path in sorted(source.glob("*.safetensors")):
-        loaded: Any = mx.load(str(path))
-        arrays |= _expanded(loaded, _quantization(config))
+    arrays = _expanded(read_weights(source), _quantization(config))
     if (source / MASK_FILE).exists() and not any(name.startswith("mask_embedding") for name in arrays):
         # In the new folder the mask's own embedding lies with the other tensors.
         arrays["mask_embedding"] = read_mask_embedding(source / MASK_FILE, parse_draft_config(config).mask_token_id)
-    for name in list(arrays):
-        values = arrays[name]
-        if not mx.issubdtype(values.dtype, mx.floating):
-            continue  # maps between vocabularies
-        whole = name.endswith(".weight") and values.ndim == 2 and values.shape[1] % scheme.group_size == 0
-        if scheme.bits is None or not whole:
-            arrays[name] = values.astype(mx.bfloat16)
-            continue
-        parts = mx.quantize(values.astype(mx.float32), scheme.group_size, scheme.bits, mode=scheme.mode)
-        stem = name.removesuffix(".weight")
-        for part, array in zip(("weight", "scales", "biases"), parts, strict=False):
-            floating = mx.issubdtype(array.dtype, mx.floating)
-            arrays[f"{stem}.{part}"] = array.astype(mx.bfloat16) if floating else array
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
+    mx.save_safetensors(str(folder / "model.safetensors"), _stored(arrays, scheme), metadata={"format": "mlx"})
     dropped = {*_DROPPED, "quantization", "quantization_config"}
     kept = {key: value for key, value in config.items() if key not in dropped} | {"dtype": "bfloat16"}
     if scheme.bits is not None:
         kept["quantization"] = {"group_size": scheme.group_size, "bits": scheme.bits, "mode": scheme.mode}
     (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+
+def _stored(arrays: dict[str, Any], scheme: Scheme) -> dict[str, Any]:
+    """Tensors in a scheme: matrices quantized, and all that is not in bfloat16."""
+    import mlx.core as mx
+
+    stored: dict[str, Any] = {}
+    for name, values in arrays.items():
+        if not mx.issubdtype(values.dtype, mx.floating):
+            stored[name] = values  # maps between vocabularies
+            continue
+        # A router's small matrix decides what is computed at all.
+        matrix = name.endswith(".weight") and not name.endswith("gate.weight") and values.ndim >= 2
+        if scheme.bits is None or not matrix or values.shape[-1] % scheme.group_size:
+            stored[name] = values.astype(mx.bfloat16)
+            continue
+        parts = mx.quantize(values.astype(mx.float32), scheme.group_size, scheme.bits, mode=scheme.mode)
+        stem = name.removesuffix(".weight")
+        for part, array in zip(("weight", "scales", "biases"), parts, strict=False):
+            floating = mx.issubdtype(array.dtype, mx.floating)
+            stored[f"{stem}.{part}"] = array.astype(mx.bfloat16) if floating else array
+    return stored
+
+
+def _keep_head(source: Path, folder: Path, model: Any, scheme: Scheme) -> None:
+    """Write a target's head for multi-token prediction, which mlx-lm leaves out, into a file of its own."""
+    import mlx.core as mx
+
+    from dflash_mlx.drafters.mtp import as_layer, read_head
+
+    config = read_json(source / "config.json")
+    head = _expanded(as_layer(read_head(source, config), model), _quantization(config))
+    stored = {f"mtp.{name}": array for name, array in _stored(head, scheme).items()}
+    mx.save_safetensors(str(folder / "mtp.safetensors"), stored, metadata={"format": "mlx"})
 
 
 def _expanded(arrays: dict[str, Any], quantization: dict[str, Any] | None) -> dict[str, Any]:
@@ -149,10 +168,10 @@ def _expanded(arrays: dict[str, Any], quantization: dict[str, Any] | None) -> di
     found = {}
     for name, values in arrays.items():
         stem, _, part = name.rpartition(".")
-        if stem not in stems:
-            found[name] = values
-        elif part == "weight":
+        if stem in stems and part == "weight":
             found[name] = _expand_one(arrays, stem, quantization)
+        elif stem not in stems or part not in ("scales", "biases"):
+            found[name] = values
     return found
 
 
@@ -194,6 +213,8 @@ def _convert_target(source: Path, folder: Path, scheme: Scheme) -> None:
     mx.eval(model.parameters())
     save_model(folder, model, donate_model=True)
     save_config(config, config_path=folder / "config.json")
+    if brings_head(source):
+        _keep_head(source, folder, model, scheme)
 
 
 def _check_space(folder: Path, model: Any) -> None:
@@ -220,9 +241,7 @@ def bits_per_weight(folder: Path) -> float | None:
     total_bits = weights = 0
     quantization = _quantization(read_json(folder / "config.json")) or {}
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
+        header = tensors_of(path)
         for name, entry in header.items():
             start, end = entry["data_offsets"]
             total_bits += (end - start) * 8

@@ -2,15 +2,16 @@
 
 A round feeds both models 2 to some dozens of rows. On a GPU much faster than the computer that feeds it, a round of a
 small model takes as long as its launches, and MLX's ways for more than one row take more of them than those for one.
-On CUDA two kernels take their place: for linear layers (few_rows_linear.py) and for attention (few_rows_attention.py).
-Whether they pay depends on each other and on all of a round, so rounds are measured. And passes can be replayed instead
-of written down anew each time (`caches.replay`), which is measured together with them.
+On CUDA a kernel for linear layers takes their place (few_rows_linear.py). And passes can be replayed instead of written
+down anew each time (`caches.replay`). Whether these pay depends on each other and on all of a round, so rounds are
+measured.
 
-On a Mac MLX's own quantized products read the weights again for every few rows. A kernel of their own reads them once
-(quantized_rows/), for any GPU; it is raced by itself, for each shape (race.py).
+On a Mac MLX's own quantized products, and its attention, read weights and caches again for every few rows. Kernels of
+their own read them once, for any GPU (quantized_rows/, rows_attention/); each is raced by itself, for each shape
+(race.py).
 
-On an H200 the two CUDA kernels brought a round of 15 drafts of the demo pair, in bfloat16, from 7.1 to 5.2 ms, and
-replaying made it a fifth faster once more.
+On an H200 kernels for linear layers and for attention brought a round of 15 drafts of the demo pair, in bfloat16, from
+7.1 to 5.2 ms, and replaying made it a fifth faster once more.
 
 As with `targets.taps`, layer *instances* get a subclass of their own class; classes and parameter trees stay as they
 are.
@@ -27,10 +28,10 @@ import mlx.nn as nn
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.contract import Drafter, Nobody
 from dflash_mlx.kernels import exponentials
-from dflash_mlx.kernels.few_rows_attention import attention_layers, attention_works, set_attention
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work, set_few_rows
 from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
-from dflash_mlx.kernels.race import is_faster, take_turns
+from dflash_mlx.kernels.race import Report, is_faster, take_turns
+from dflash_mlx.kernels.rows_attention import layers as rows_attention
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.loading import activation_dtype
@@ -49,7 +50,7 @@ def use_where_faster(
     drafter: Drafter | None,
     *,
     kernels: bool = True,
-    report: Callable[[str, float | None], None] | None = None,
+    report: Report | None = None,
 ) -> list[str]:
     """Have both models compute in the ways that are fastest on this machine; returns notes on what was odd.
 
@@ -64,25 +65,13 @@ def use_where_faster(
         return []
     notes: list[str] = []
     if kernels:
-        target.kernels, notes = quantized_rows.use_where_faster(models, head=target.head_module, report=report)
-    if kernels and kind == "cuda":
-        _choose_attention(target, drafter, models)
+        products, notes = quantized_rows.use_where_faster(models, head=target.head_module, report=report)
+        attention, more = rows_attention.use_where_faster(
+            models, lambda: _round(target, drafter, _rows(drafter)), report=report
+        )
+        target.kernels, notes = "; ".join(filter(None, (products, attention))), notes + more
     _choose_way(target, drafter, kernel=kernels and kind == "cuda")
     return notes
-
-
-def _choose_attention(target: Target, drafter: Drafter | None, models: Sequence[nn.Module]) -> None:
-    layers = [layer for model in models for layer in attention_layers(model)]
-    head_dims = {target.head_dim, drafter.head_dim if drafter is not None else None}
-    dtype = activation_dtype(models[-1])
-    if not all(attention_works(dtype, head_dim) for head_dim in head_dims if head_dim):
-        return
-
-    def switch(on: bool) -> None:
-        set_attention(layers, kernel=on)
-
-    seconds = _compare(target, drafter, _rows(drafter), (False, True), switch)
-    switch(is_faster(seconds[True], seconds[False]))
 
 
 def _choose_way(target: Target, drafter: Drafter | None, *, kernel: bool) -> None:

@@ -7,7 +7,7 @@ another chip. Anything odd is a lost race, with a note that says why.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -20,13 +20,16 @@ from dflash_mlx.rounding import relative_difference
 # Numbers of rows that are raced; what lies between two of them follows both.
 ROWS = (2, 4, 6, 8, 12, 16, 24, 32)
 # Root mean square of the difference between two ways to a product, relative to its spread, that is rounding.
-_TOLERANCE = {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 2e-2}
+DIFFERENCE = {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 2e-2}
 # A kernel must be this much faster: less would be noise. No run may take longer than a stall.
 _GAIN, _STALL_SECONDS = 0.05, 0.1
 _TIMED = 3
+# Operands of one kind in a race: the most, and the bytes that are enough.
+_OPERANDS, _BYTES = 16, 100_000_000
 _SCHEMA = 2
 
 W = TypeVar("W")
+Report = Callable[[str, float | None], None]
 # Computes several products of one kind, so that a run takes long enough to be timed.
 Way = Callable[[mx.array], Sequence[mx.array]]
 
@@ -72,7 +75,7 @@ def race(ordinary: Way, own: Way, inputs: Callable[[int], mx.array], rows: Seque
             for found, expected in zip(own(x), ordinary(x), strict=True):
                 difference = relative_difference(found, expected)
                 # The comparison is false for NaN, too.
-                if not difference <= _TOLERANCE[expected.dtype]:
+                if not difference <= DIFFERENCE[expected.dtype]:
                     return Verdict(seconds, f"{count} rows differ from MLX's by {difference:.2g}")
             times = take_turns((ordinary, own), partial(_seconds, x=x))
         except (RuntimeError, ValueError) as error:  # no compiler, or one that refuses the kernel
@@ -98,6 +101,27 @@ def is_faster(seconds: float, ordinary: float) -> bool:
     return seconds <= (1 - _GAIN) * ordinary
 
 
+def one_by_one(operation: Callable[..., mx.array], x: mx.array, others: Iterable[Sequence[mx.array]]) -> list[mx.array]:
+    """operation(x, *arrays) for each of `others`, each after the last one: a GPU computes what is independent at the
+    same time, which the layers of a model are not."""
+    found = []
+    for arrays in others:
+        found.append(operation(x, *arrays))
+        x = _wait(x, found[-1])
+    return found
+
+
+@mx.compile
+def _wait(x: mx.array, product: mx.array) -> mx.array:
+    """x as it is, but after a product."""
+    return x + 0 * product[..., :1]
+
+
+def repeats(size: int) -> int:
+    """With how many operands of so many bytes a race computes, so that they are read from memory, not from a cache."""
+    return max(1, min(_OPERANDS, -(-_BYTES // size)))
+
+
 def _seconds(way: Way, x: mx.array) -> float:
     started = time.perf_counter()
     mx.eval(way(x))
@@ -115,11 +139,36 @@ class Verdicts:
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             self._known = {}  # not raced yet, or a file that cannot be used
 
-    def get(self, shape: str) -> Verdict | None:
-        return self._known.get(shape)
-
-    def put(self, shape: str, verdict: Verdict) -> None:
+    def _put(self, shape: str, verdict: Verdict) -> None:
         """Remember a verdict, on disk, too; one on a stall, which other programs can cause, only for now."""
         self._known[shape] = verdict
         lasting = {key: one.to_json() for key, one in self._known.items() if "stalled" not in one.note}
         store(self._name, {"verdicts": lasting})
+
+    def complete(
+        self, races: Mapping[str, Callable[[], Verdict]], report: Report | None = None
+    ) -> tuple[dict[str, Verdict], list[str]]:
+        """Verdicts for these shapes, of which those that are not known are raced now; and notes on what was odd."""
+        found: dict[str, Verdict] = {}
+        odd: dict[str, list[str]] = {}
+        for shape, run in races.items():
+            verdict = self._known.get(shape)
+            if verdict is None:
+                if report is not None:
+                    report("measuring kernels on this machine (once for this kind of model)", None)
+                verdict = run()
+                self._put(shape, verdict)
+            found[shape] = verdict
+            if verdict.note:
+                odd.setdefault(verdict.note, []).append(shape)
+        return found, [_note(*each) for each in odd.items()]
+
+
+def _note(what: str, shapes: Sequence[str]) -> str:
+    others = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+    return f"a kernel is not used where its race came to no end, for {shapes[0]}{others}: {what}"
+
+
+def in_words(shape: str, used: Iterable[object]) -> str:
+    """For what a kernel is used, numbers of rows for example."""
+    return f"{shape}: {','.join(map(str, used))}"

@@ -15,11 +15,14 @@ import numpy as np
 from dflash_mlx.decoding.policies import RoundReport
 from dflash_mlx.decoding.tree import Candidates
 from dflash_mlx.policy.pauses import Pauses
-from dflash_mlx.policy.width import FADE, FEW_WIDTHS, HYSTERESIS, AcceptanceEstimate
+from dflash_mlx.policy.width import FADE, FEW_WIDTHS, AcceptanceEstimate
 
 # From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait: the
 # host has much to do for many lanes, and then does it while the device is idle.
 _STEEP = 2.0
+# Drafting, or another width, must promise this many times as much: a GPU compiles again for another shape, and lanes
+# that join have more to bring along.
+_WORTH = 1.1
 # After this many rounds whose drafts were not worth it, this many are made without drafting; more each time.
 _MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 16, 256
 
@@ -77,15 +80,10 @@ def interpolate(table: Mapping[int, float], at: int) -> float:
 
 
 def rising(table: Mapping[int, float]) -> dict[int, float]:
-    """The closest table whose values never fall: more rows never cost less (pool adjacent violators)."""
-    pools: list[tuple[float, list[int]]] = []
-    for number in sorted(table):
-        pools.append((table[number], [number]))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (low, below), (high, above) = pools[-2], pools[-1]
-            mean = (low * len(below) + high * len(above)) / (len(below) + len(above))
-            pools[-2:] = [(mean, below + above)]
-    return {number: value for value, numbers in pools for number in numbers}
+    """Seconds by rows, none of them above those of more rows: what disturbs a measurement only makes it longer."""
+    numbers = sorted(table)
+    lowest = np.minimum.accumulate([table[number] for number in reversed(numbers)])[::-1]
+    return dict(zip(numbers, lowest.tolist(), strict=True))
 
 
 class GroupWidth:
@@ -125,9 +123,9 @@ class GroupWidth:
             return min(self.places, max(self._depths) + 2)
         speeds = self._speeds(lanes)
         best = max(speeds, key=lambda width: speeds[width])
-        if self._width not in speeds or speeds[best] > HYSTERESIS * speeds[self._width]:
+        if self._width not in speeds or speeds[best] > _WORTH * speeds[self._width]:
             self._width = best
-        self._count_unused(speeds[best] * self.costs.round(lanes, 0) > 1.0)
+        self._count_unused(speeds[best] * self.costs.round(lanes, 0) > _WORTH)
         return self._width
 
     def choose(self, candidates: Sequence[Candidates], *, rows: int) -> int:

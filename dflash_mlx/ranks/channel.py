@@ -37,6 +37,8 @@ class Channel:
         self._sending, self._open = threading.Lock(), True
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SILENCE)
+        self._incoming = connection.dup()  # with a time limit of its own
+        self._incoming.settimeout(BEAT)
         for work in (self._read, self._beat):
             threading.Thread(target=work, name="dflash-ranks", daemon=True).start()
 
@@ -65,13 +67,21 @@ class Channel:
             self._write(b"\n")
 
     def _read(self) -> None:
+        silent, rest = 0.0, b""
         try:
-            with self._connection.makefile("rb") as lines:
-                for line in lines:
-                    if line.strip():
-                        self._take(json.loads(line))
-            self._lose("it ended")
-        except TimeoutError:
+            while silent < SILENCE:
+                try:
+                    data = self._incoming.recv(1 << 16)
+                except TimeoutError:
+                    # One wait, however much time has passed: where this process stood still, the other may have, too.
+                    silent += BEAT
+                    continue
+                if not data:
+                    return self._lose("it ended")
+                silent = 0.0
+                *lines, rest = (rest + data).split(b"\n")
+                for line in filter(None, lines):
+                    self._take(json.loads(line))
             self._lose(f"nothing was heard of it for {SILENCE:.0f} seconds")
         except ConnectionError:
             self._lose("it ended")

@@ -155,7 +155,8 @@ def join_group() -> Group | None:
 def leave_group(code: int) -> None:
     """End rank 0 at once with an exit code, and the others; nothing happens where this process is alone.
 
-    At the regular end of a process that is connected, MLX sometimes aborts (seen with a ring, after work in threads).
+    MLX sometimes aborts at the regular end of a process whose answers were made in a thread that has just ended: as the
+    thread goes, MLX wants Python's lock for what it compiled there, and Python gives it to nobody any more.
     """
     if join_group.cache_info().currsize and (group := join_group()) is not None:
         group.end()

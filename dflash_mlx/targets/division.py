@@ -38,7 +38,12 @@ def divide(target: Target, group: Group) -> None:
     """Leave this rank's share of the weights, before they are read. Raises CheckpointError."""
     kind = target.config.get("model_type")
     if not hasattr(target.model, "shard"):
-        raise CheckpointError(f"mlx-lm cannot divide models of the kind {kind} among machines; run it on one.")
+        whole_layers = " but by whole layers (a pipeline), which dflash-mlx does not support"
+        how = whole_layers if hasattr(target.model.get("model"), "pipeline") else ""
+        raise CheckpointError(
+            f"mlx-lm cannot divide models of the kind {kind} among machines{how}; run it on one, in a smaller "
+            "precision if need be."
+        )
     try:
         target.model.shard(group.ranks)
     except (AssertionError, AttributeError, ValueError) as error:

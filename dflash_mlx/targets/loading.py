@@ -60,8 +60,8 @@ def _check_counts(config: dict[str, Any], folder: Path) -> None:
         for name, count in part.items() if isinstance(part, dict) else ():
             if name.endswith(("layers", "experts")) and isinstance(count, int | float) and count > _MOST_PARTS:
                 raise CheckpointError(
-                    f"cannot load the model in {folder}: {name} should be at most {_MOST_PARTS} in config.json, "
-                    f"found {count}."
+                    f"cannot load the model in {folder}: its config.json has a larger {name} than any model; "
+                    f"expected at most {_MOST_PARTS}. Fetch the folder again."
                 )
 
 

@@ -14,6 +14,7 @@ from dflash_mlx.hub.registry import ModelSource
 from dflash_mlx.ranks import started_together
 from dflash_mlx.ranks.group import Group, join_group
 from dflash_mlx.ranks.mirror import Leader, Mirrored, follow, guard, mirrored
+from dflash_mlx.targets.examination import Machine, look
 from dflash_mlx.targets.loading import load_target
 from dflash_mlx.targets.target import Target
 from dflash_mlx.wired import wired
@@ -33,6 +34,19 @@ class Machines(Mirrored):
         assert self.leader is not None
         guard(target.model, self.leader)
         return target, activations
+
+    def examine(self, source: ModelSource | None) -> list[Machine]:
+        """What each machine is and has, by rank. source: the target whose files are compared. Raises OSError."""
+        return self._examine(json.dumps(asdict(source)) if source is not None else "")
+
+    @mirrored
+    def _examine(self, source: str) -> list[Machine]:
+        own = look(self.group, ModelSource(**json.loads(source)) if source else None)
+        if self.group.rank > 0:
+            self.group.channels[0].send({"found": asdict(own)})
+            return []
+        others = [Machine(**channel.receive()["found"]) for channel in self.group.channels]
+        return sorted([own, *others], key=lambda machine: machine.rank)
 
     @mirrored
     def _load(self, source: str, dtype: str) -> tuple[Target, mx.Dtype]:

@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.registry import find_pair, parse_source
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 from dflash_mlx.targets.target import Target
 from dflash_mlx.training.options import TrainOptions
 from dflash_mlx.training.progress import Progress

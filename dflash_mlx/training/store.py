@@ -155,10 +155,11 @@ def read_shard(path: Path) -> tuple[list[Conversation], dict[str, Any]]:
     """The conversations of a shard and its meta. Raises CheckpointError."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            tokens, lengths, spans = file["tokens"], file["lengths"], file["spans"]
-            span_counts, flags = file["span_counts"], file["flags"]
-            meta = json.loads(file["meta"].tobytes())
-        return _conversations(tokens, lengths, spans, span_counts, flags), meta
+            names = ("tokens", "lengths", "spans", "span_counts", "flags", "meta")
+            arrays = [file[name] for name in names]
+        if not all(isinstance(array, np.ndarray) for array in arrays):
+            raise ValueError("not all of its parts are arrays")  # but bytes, which NumPy gives where it knows no format
+        return _conversations(*arrays[:-1]), json.loads(arrays[-1].tobytes())
     except _BROKEN as error:
         raise CheckpointError(
             f"{path} is damaged: {error}. Delete it; the same command writes it again where the budget allows."

@@ -216,11 +216,12 @@ def test_sweeps_make_contestants_and_settings() -> None:
 
 def test_more_contestants_in_words() -> None:
     choice = ModelChoice(model="./target", draft_model="./one")
-    also = ["draft-model=./two,width=3", "plain,dtype=float16", "tree=9,block-size=8"]
-    *_, two, plain, tree = variants(choice, width=None, tree=False, also=also, sweep=[])
+    also = ["draft-model=./two,width=3", "plain,dtype=float16", "tree=9,block-size=8", "steps=2"]
+    *_, two, plain, tree, in_steps = variants(choice, width=None, tree=False, also=also, sweep=[])
     assert (two.choice.draft_model, two.width, two.draft) == ("./two", 3, True)
     assert (plain.choice.dtype, plain.draft) == (DType.float16, False)
     assert (tree.width, tree.tree, tree.choice.block_size) == (9, True, 8)
+    assert (in_steps.choice.steps, choice.steps) == (2, 1)
     with pytest.raises(UsageError, match="block-size"):
         variants(choice, width=None, tree=False, also=["block-size=0"], sweep=[])
 

@@ -36,12 +36,17 @@ class FakePair:
     warnings: list[str] = field(default_factory=list)
     kernels: bool = True
     exact: bool = False
+    config: Any = None
 
     def encode_prompt(self, text: str) -> list[int]:
         return [ord(c) for c in text]
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         return [ord(c) for m in messages for c in f"{m['role']}:{m['content']}\n"]
+
+    def with_config(self, config: Any) -> "FakePair":
+        self.config = config
+        return self
 
     def new_session(self, *, draft: bool = True) -> FakeSession:
         self.sessions += 1

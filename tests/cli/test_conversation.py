@@ -6,7 +6,7 @@ import json
 import fake_pair
 import pytest
 
-from dflash_mlx import generation, pair
+from dflash_mlx import generation, loading, pair
 from dflash_mlx.cli import chat_commands
 from dflash_mlx.cli.conversation import Conversation, StopSwitch
 from dflash_mlx.cli.live import LiveText
@@ -167,7 +167,7 @@ def test_the_fake_reads_like_the_real_thing():
     def names(function: object) -> list[tuple[str, object]]:
         return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
 
-    assert names(fake_pair.load_pair) == names(pair.load_pair)
+    assert names(fake_pair.load_pair) == names(loading.load_pair)
     assert names(fake_pair.stream_generate) == names(generation.stream_generate)
     assert names(fake_pair.FakePair.new_session) == names(pair.ModelPair.new_session)
     response = next(

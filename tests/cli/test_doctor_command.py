@@ -7,9 +7,10 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx import runtime
-from dflash_mlx.cli import doctor
+from dflash_mlx.cli import doctor, launch
 from dflash_mlx.kernels.quantized_rows import layers
 from dflash_mlx.kernels.race import Verdict
+from dflash_mlx.kernels.rows_attention import layers as rows_attention
 
 
 def test_a_healthy_machine(run, home):
@@ -94,12 +95,39 @@ def test_kernels_are_a_table_for_an_issue(run, monkeypatch):
     monkeypatch.setattr(runtime, "backend", lambda: machine)
     monkeypatch.setattr(layers, "race_matrix", lambda matrix, weights: verdict)
     monkeypatch.setattr(layers, "_TYPICAL", ((24, 64),))
+    monkeypatch.setattr(rows_attention, "race_rival", lambda attention, heads, length: verdict)
+    monkeypatch.setattr(rows_attention, "_TYPICAL", ((4, 2, 64),))
     _, out, _ = run("doctor", "--kernels")
     lines = [line for line in out.splitlines() if line.startswith("|")]
-    assert lines[0] == "| matrix | 2 | 4 | 6 | 8 | 12 | 16 | 24 | 32 |"
+    assert lines[0] == "| race | 2 | 4 | 6 | 8 | 12 | 16 | 24 | 32 |"
     assert lines[2] == "| 24x64 4-bit, groups of 64, bfloat16 | 0.50 | 1.50* | 2.00* | - | - | - | - | - |"
-    assert len(lines) == 2 + 4
+    assert lines[6].startswith(
+        "| attention, 4 heads on 2 of size 64, bfloat16, over 256 positions in calls of a few rows |"
+    )
+    assert len(lines) == 2 + 4 + 2 * 4
     assert "24x64 8-bit, groups of 64, float16: 8 rows differ" in out
     found = json.loads(run("doctor", "--kernels", "--json")[1])["kernels"]
     assert found[0]["milliseconds"] == {"2": 4.0, "4": 2.0, "6": 1.5}
     assert found[0]["used_for"] == [4, 6]
+
+
+def test_several_machines_are_examined_through_the_launcher(run, monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, "run_launcher", started.append)
+    assert run("doctor", "--hosts", "10.0.0.1,10.0.0.2", "--pair", "demo", "--json")[0] == 0
+    [words] = started
+    assert words[1:3] == ["--hosts", "10.0.0.1,10.0.0.2"]
+    assert words[-4:] == ["doctor", "--pair", "demo", "--json"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--pair", "demo"], "name these, too (--hosts or --hostfile)"),
+        (["--kernels", "-n", "2"], "--kernels is about one machine"),
+    ],
+)
+def test_what_does_not_go_together(given, said, run):
+    code, _, err = run("doctor", *given)
+    assert code == 2
+    assert said in err

@@ -9,6 +9,7 @@ import time
 import pytest
 from fake_pair import process
 
+from dflash_mlx.drafters.denoising import DFlashConfig
 from dflash_mlx.hub.registry import shipped_folder
 
 
@@ -182,3 +183,10 @@ def test_exact_is_asked_for(run, fake):
     for given, wanted in ((), False), (("--exact",), True):
         assert run("generate", "hi", "--pair", "fake", *given)[0] == 0
         assert fake.exact == wanted
+
+
+def test_denoising_steps_are_asked_for(run, fake):
+    for given, wanted in ((), None), (("--steps", "3"), DFlashConfig(diffusion_steps=3)):
+        assert run("generate", "hi", "--pair", "fake", *given)[0] == 0
+        assert fake.config == wanted
+    assert run("generate", "hi", "--pair", "fake", "--steps", "0")[0] == 2

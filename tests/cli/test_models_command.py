@@ -2,12 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
+from test_own_head import folder_of
 
 from dflash_mlx.cli.models import describe
 from dflash_mlx.cli.models_table import table_lines
-from dflash_mlx.hub.registry import ModelSource, PairSpec, list_pairs
+from dflash_mlx.hub.registry import ModelSource, PairSpec, find_pair, list_pairs
 
 
 def test_the_table_names_every_pair(run):
@@ -120,3 +122,17 @@ def test_hints_name_only_what_the_command_has(run, monkeypatch, tmp_path):
     assert (code, "--draft-model" in shown) == (2, False)
     code, _, asked = run("generate", "hi", "--model", str(folder), "--method", "dflash")
     assert (code, "--draft-model" in asked) == (2, True)
+
+
+def test_the_ways_to_draft_of_a_pair(tmp_path, run):
+    def described(folder):
+        target = ModelSource(kind="folder", path=str(folder))
+        return describe(replace(find_pair("qwen3.5-4b"), target=target))
+
+    own = described(folder_of(tmp_path / "whole", "qwen3_5", ["mtp.fc.weight"]))
+    assert (own["methods"], own["brings_head"]) == (["dflash", "dflash+ngram", "mtp", "mtp+ngram", "ngram"], True)
+    without = described(folder_of(tmp_path / "converted", "qwen3_5", ["lm_head.weight"]))
+    assert (without["methods"], without["brings_head"]) == (["dflash", "dflash+ngram", "ngram"], False)
+    assert re.search(r"ways to draft: +dflash, dflash\+ngram, ngram\n", run("models", "show", "demo")[1])
+    unknown = run("models", "show", "qwen3.5-4b")[1]
+    assert re.search(r"ways to draft: +dflash, dflash\+ngram, ngram, mtp if its files have the head\n", unknown)

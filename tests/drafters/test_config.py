@@ -108,6 +108,12 @@ def test_rope_scaling_goes_before_rope_parameters_and_layer_types_may_have_their
     assert config.rope_of("sliding_attention") == Rope(1e4, yarn)
 
 
+def test_far_too_many_layers_are_refused_before_anything_is_made_for_each():
+    raw = changed(dflash_config={"mask_token_id": 7}, num_target_layers=36, num_hidden_layers=1e300)
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers.*expected 1 to 1000"):
+        parse_draft_config(raw)
+
+
 def test_layers_slide_as_old_configs_say():
     raw = changed(use_sliding_window=True, sliding_window=64, max_window_layers=1)
     assert parse_draft_config(raw).layer_types == ("full_attention", "sliding_attention")

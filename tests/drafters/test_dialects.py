@@ -8,7 +8,7 @@ import pytest
 
 from dflash_mlx.drafters.config import parse_draft_config
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 
 # As vLLM's speculators writes it: what equals Qwen3Config's own values is left out.
 SPECULATORS = {

@@ -68,7 +68,7 @@ def mtp():
     """Its target has recurrent layers."""
     target = family_target("qwen3_5")
     args = target.model.language_model.args
-    network = MTPNetwork(HIDDEN, 1e-5, type(target.layers[0])(args, 1))
+    network = MTPNetwork(HIDDEN, 1e-5, type(target.layers[0])(args, 1), norms_between=True)
     randomize(network, 6)
     return target, MTPDrafter(network, target, places=PLACES)
 

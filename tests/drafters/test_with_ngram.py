@@ -1,5 +1,6 @@
 """A drafter beside drafting from the text: each round takes the one that is expected to be kept further."""
 
+import random
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -7,13 +8,21 @@ import numpy as np
 import pytest
 from drafters.test_ngram import SimpleText, circling
 from test_sampling import VOCAB
-from tiny import plain_tokens, tiny_drafter
+from test_stepwise import KINDS, anew
+from tiny import HIDDEN, LAYERS, plain_tokens, randomize, tiny_drafter, tiny_target
+from tiny_families import unavailable
 
 from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.decode import decode
+from dflash_mlx.decoding.decode import decode, prefill
+from dflash_mlx.decoding.engine import Engine
+from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.drafters.contract import Drafted, Outlook
+from dflash_mlx.drafters.contract import Drafted, Outlook, best_tokens
+from dflash_mlx.drafters.medusa import MedusaDrafter, MedusaNetwork
+from dflash_mlx.drafters.ngram import NgramState
+from dflash_mlx.drafters.stepwise import StepwiseState
 from dflash_mlx.drafters.with_ngram import WithNgram, WithNgramState
+from dflash_mlx.policy.group import FixedGroup
 from dflash_mlx.policy.width import FixedWidth
 
 REPEATS, NEW = [*range(1, 20), *range(1, 12)], [*range(1, 20)]
@@ -24,9 +33,13 @@ class Inner(SimpleNamespace):
 
     vocabulary = None
     asked = 0
+    withdrawn = False
 
     def outlook(self, writers):
         return Outlook.DEVICE
+
+    def withdraw(self):
+        self.withdrawn = True
 
     def propose(self, writers, anchors, at, places, *, room):
         self.asked += 1
@@ -41,7 +54,7 @@ def proposed(state, *texts):
 
 
 def test_a_text_that_repeats_itself_is_drafted_from_without_the_drafter():
-    state = WithNgramState(Inner())
+    state = WithNgramState(Inner(), places=15)
     drafted, writers = proposed(state, REPEATS)
     assert drafted.tokens.tolist() == [[12, 13, 14]]
     assert state.inner.asked == 0
@@ -49,7 +62,7 @@ def test_a_text_that_repeats_itself_is_drafted_from_without_the_drafter():
 
 
 def test_a_new_text_is_the_drafters():
-    state = WithNgramState(Inner())
+    state = WithNgramState(Inner(), places=15)
     drafted, writers = proposed(state, NEW)
     assert drafted.tokens.tolist() == [[70, 71, 72]]
     assert drafted.logits is not None
@@ -57,7 +70,7 @@ def test_a_new_text_is_the_drafters():
 
 
 def test_answers_together_draft_in_different_ways():
-    state = WithNgramState(Inner())
+    state = WithNgramState(Inner(), places=15)
     drafted, writers = proposed(state, NEW, REPEATS)
     assert drafted.tokens.tolist() == [[70, 71, 72], [12, 13, 14]]
     chances = np.exp(np.array(drafted.confidence))
@@ -67,7 +80,7 @@ def test_answers_together_draft_in_different_ways():
 
 
 def test_a_drafter_that_keeps_more_is_preferred():
-    state = WithNgramState(Inner())
+    state = WithNgramState(Inner(), places=15)
     text = [1, 2, 3, 4, 5, 6, 60]
     writer, zeros = SimpleText(text), mx.zeros((1,))
     for start in range(200, 400, 20):
@@ -82,7 +95,7 @@ def test_a_drafter_that_keeps_more_is_preferred():
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_text_that_promised_too_much_is_believed_less(goes_on):
     """The same 12 tokens come again and again; what comes after them is the same, too, or new each time."""
-    state = WithNgramState(Inner())
+    state = WithNgramState(Inner(), places=15)
     text: list[int] = [*range(1, 13), 90, *range(50, 70)]
     writer, zeros = SimpleText(text), mx.zeros((1,))
     for i in range(6):
@@ -113,3 +126,85 @@ def test_rounds_are_fewer_and_answers_the_same():
         assert [token for step in steps for token in step.tokens] == plain_tokens(target, [1, 2, 3], 150)
         rounds.append(len(steps))
     assert rounds[1] < 0.6 * rounds[0]
+
+
+def at_random(monkeypatch, seed):
+    """From now on drafts are the text's or the drafter's at random. Returns whose they were, by answer and round."""
+    rng, propose, by_drafter = random.Random(seed), WithNgramState.propose, {}
+
+    def chosen(state, writers, anchors, at, places, *, room):
+        by_text = {id(writer): rng.random() < 0.5 for writer in writers}
+        state._prefers_text = lambda writer: by_text[id(writer)]
+        for writer in writers:
+            by_drafter.setdefault(id(writer), []).append(not by_text[id(writer)])
+        return propose(state, writers, anchors, at, places, room=room)
+
+    monkeypatch.setattr(WithNgramState, "propose", chosen)
+    monkeypatch.setattr(WithNgramState, "outlook", lambda state, writers: Outlook.HOST)
+    return by_drafter
+
+
+def answers_together(target, drafter, count, width, max_tokens):
+    """Answers made together, and the steps of each that verified drafts; its tokens are checked."""
+    engine, steps = Engine(target, drafter, policy=FixedGroup(width)), {}
+    for i in range(count):
+        prompt = [3 + i, 1, 4, 1, 5]
+        session = Session(target, drafter)
+        prefill(session, prompt[:-1])
+        options = {"strategy": Greedy(), "policy": FixedWidth(width), "max_tokens": max_tokens, "eos_ids": set()}
+        lane = Lane(session=session, prompt=prompt, **options)
+        steps[lane] = []
+        engine.join(lane)
+    while engine.lanes:
+        for lane, step in engine.advance():
+            steps[lane].append(step)
+    for lane, own in steps.items():
+        tokens = [token for step in own for token in step.tokens]
+        assert tokens == plain_tokens(target, lane.prompt, max_tokens)
+    return {lane: [step for step in own if step.width] for lane, own in steps.items()}
+
+
+@pytest.mark.parametrize("kind", ["dflash", "medusa", *KINDS])
+def test_answers_of_every_kind_stay_the_same(kind, monkeypatch):
+    if kind == "mtp" and (reason := unavailable("qwen3_5")):
+        pytest.skip(reason)
+    by_drafter = at_random(monkeypatch, 7)
+    if kind in KINDS:
+        target, drafter = KINDS[kind]()
+    elif kind == "dflash":
+        target, drafter = tiny_target("llama"), tiny_drafter(block_size=6)
+    else:
+        network = MedusaNetwork(4, HIDDEN, 48, 1)
+        randomize(network, 5)
+        target, drafter = tiny_target("llama"), MedusaDrafter(network, target_layers=LAYERS)
+    answers_together(target, WithNgram(drafter), 3, 4, 24)
+    assert {True, False} <= {own for rounds in by_drafter.values() for own in rounds}
+
+
+def test_a_drafter_goes_on_from_what_was_kept_of_the_texts_drafts(monkeypatch):
+    """The text drafts what is right, which a draft model would not have: its next drafts are those of one that reads
+    all anew."""
+    target, model = KINDS["draft_model"]()
+    at_random(monkeypatch, 3)
+    truth = {3 + i: [3 + i, 1, 4, 1, 5, *plain_tokens(target, [3 + i, 1, 4, 1, 5], 60)] for i in range(3)}
+    drafted, propose = [], StepwiseState.propose
+
+    def right(state, writers, anchors, at, places, *, room):
+        texts = [truth[writer.prompt[0]] if isinstance(writer, Lane) else [0] * 99 for writer in writers]
+        tokens = [text[place + 1 : place + 1 + places] for text, place in zip(texts, at.tolist(), strict=True)]
+        return Drafted(mx.array(tokens), log_probs=mx.zeros((len(writers), places)))
+
+    def watched(state, writers, anchors, at, places, *, room):
+        found = propose(state, writers, anchors, at, places, room=room)
+        rows = zip(writers, at.tolist(), found.tokens.tolist(), strict=True)
+        drafted.extend((writer.prompt[0], place, own) for writer, place, own in rows if isinstance(writer, Lane))
+        return found
+
+    monkeypatch.setattr(NgramState, "propose", right)
+    monkeypatch.setattr(StepwiseState, "propose", watched)
+    steps = answers_together(target, WithNgram(model), 3, 4, 40)
+    assert {step.num_accepted for own in steps.values() for step in own} > {1, 4}
+    for first, at, tokens in drafted[::3]:
+        text = truth[first][: at + 1]
+        expected, _ = anew(target, model, text, len(tokens), lambda logits, place: best_tokens(logits, None))
+        assert tokens == expected

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_mlx.hub.memory import Needs, cache_bytes, pair_needs
+from dflash_mlx.errors import CheckpointError
+from dflash_mlx.hub.memory import Needs, cache_bytes, drafter_cache_bytes, folder_bytes, pair_needs
 from dflash_mlx.hub.registry import ModelSource, PairSpec
 
 CONFIG = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -65,3 +66,34 @@ def test_only_layers_with_full_attention_grow() -> None:
 )
 def test_fits(parts: tuple[int | None, ...], memory: int, fits: bool | None) -> None:
     assert Needs(*parts, estimated=True).fits(memory) is fits  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("config", "a_token"),
+    [
+        # Keys and values of 2 bytes: 4 layers, 2 heads of 32; a draft model's config.json says the same.
+        (CONFIG | {"architectures": ["DFlashDraftModel"]}, 2 * 4 * 2 * 32 * 2),
+        (CONFIG, 2 * 4 * 2 * 32 * 2),
+        ({"speculators_model_type": "dflash", "transformer_layer_config": CONFIG}, 2 * 4 * 2 * 32 * 2),
+        # One layer, and a feature of 64 numbers.
+        (CONFIG | {"architectures": ["LlamaForCausalLMEagle3"]}, 2 * 2 * 32 * 2 + 64 * 2),
+        ({"speculators_model_type": "eagle3", "transformer_layer_config": CONFIG}, 2 * 2 * 32 * 2 + 64 * 2),
+        # The target's hidden state.
+        ({"medusa_num_heads": 3}, 512 * 2),
+    ],
+)
+def test_every_kind_of_drafter_keeps_something_of_a_text(config: dict[str, object], a_token: int) -> None:
+    assert drafter_cache_bytes(config, target={"text_config": {"hidden_size": 512}}, tokens=10) == 10 * a_token
+
+
+def test_weights_in_a_file_of_pytorch_count(tmp_path: Path) -> None:
+    (tmp_path / "medusa_lm_head.pt").write_bytes(b"\0" * 70)
+    assert folder_bytes(tmp_path) == 70
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 30)
+    assert folder_bytes(tmp_path) == 30
+
+
+def test_a_drafter_whose_config_cannot_be() -> None:
+    for config in ({"architectures": 3}, CONFIG | {"num_attention_heads": "many"}):
+        with pytest.raises(CheckpointError, match=r"config\.json holds a value that cannot be"):
+            drafter_cache_bytes(config, target=CONFIG)

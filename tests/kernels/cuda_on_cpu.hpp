@@ -21,7 +21,7 @@ using Shape = std::array<int32_t, 8>;
 using Strides = std::array<int64_t, 8>;
 struct Index { int x, y, z; };
 
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, blockDim;
 
 using float16 = emulator::Small<false>;
 using bfloat16 = emulator::Small<true>;
@@ -58,7 +58,7 @@ static float __shfl_xor_sync(unsigned, float value, int distance) {
   return values[self ^ distance];
 }
 
-// What quantized_rows/matrix_units.cu has the matrix units do: a lane holds rows lane / 4 and 8 more of `left`, column
+// What kernels/matrix_units.cu has the matrix units do: a lane holds rows lane / 4 and 8 more of `left`, column
 // lane / 4 of `right`, and of both the places 2 * (lane % 4), the next one, and these two 8 further on.
 struct Fragments { uint32_t left[4], right[2]; };
 static std::vector<Fragments> fragments[2];
@@ -119,6 +119,7 @@ static bool run_block(int count) {
 }
 
 static bool run_blocks(const int (&blocks)[3], int threads_each) {
+  blockDim = {threads_each, 1, 1};
   for (blockIdx.z = 0; blockIdx.z < blocks[2]; blockIdx.z++)
     for (blockIdx.y = 0; blockIdx.y < blocks[1]; blockIdx.y++)
       for (blockIdx.x = 0; blockIdx.x < blocks[0]; blockIdx.x++)

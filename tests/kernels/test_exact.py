@@ -7,17 +7,21 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from kernels.cuda_on_cpu import CudaKernel, needs_compiler
+from metal import emulator as metal
 from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
+from mlx_lm.models.gated_delta import gated_delta_update
 from tiny import FAMILIES, tiny_target
 from tiny_families import family_target, unavailable
 
 from dflash_mlx.errors import UsageError
-from dflash_mlx.kernels import few_rows_attention, few_rows_linear
+from dflash_mlx.kernels import few_rows_linear
 from dflash_mlx.kernels.exact import model
 from dflash_mlx.kernels.exact.attention import Blocks, attention_in
 from dflash_mlx.kernels.exact.blocks import SIZES, compare_sizes, in_blocks
 from dflash_mlx.kernels.exact.layers import KernelLinear, cancelling, compare_products
-from dflash_mlx.kernels.exact.model import find_uses, make_exact
+from dflash_mlx.kernels.exact.model import differences, find_uses, make_exact
+from dflash_mlx.kernels.exact.recurrence import convolutions, exact_convolution
+from dflash_mlx.kernels.rows_attention import layers, one_launch, passes
 from dflash_mlx.runtime import backend
 
 
@@ -119,8 +123,8 @@ def test_attention_is_mlx_lms_up_to_rounding(batch, heads, kv_heads, rows, lengt
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        ("qwen3_next", r"another memory than keys and values \(ArraysCache, KVCache\)"),
-        ("llama4", "another memory"),
+        ("llama4", r"another memory than keys and values \("),
+        ("falcon_h1", "CumSum, Matmul"),
         ("gemma3n", "Matmul"),
         ("kimi_k25", "masks other than a boolean one"),
         ("gemma4, shared keys", "share the keys"),
@@ -144,18 +148,75 @@ def test_cuda_kernels_for_few_rows_compute_each_row_alike(family, kernels, monke
         return CudaKernel(tmp_path, **options)
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", make)
-    monkeypatch.setattr(model, "backend", lambda: replace(backend(), kind="cuda"))
-    for module in (few_rows_attention, few_rows_linear):
+    for module in (model, layers, passes):
+        monkeypatch.setattr(module, "backend", lambda: replace(backend(), kind="cuda"))
+    for module in (one_launch, few_rows_linear):
         module._kernel.cache_clear()
     try:
         target = tiny_target(family) if family in FAMILIES else family_target(family)
         target.model.set_dtype(mx.bfloat16)
         make_exact(target)
     finally:
-        for module in (few_rows_attention, few_rows_linear):
+        for module in (one_launch, few_rows_linear):
             module._kernel.cache_clear()
     assert len(made) == kernels
     assert isinstance(target.model.layers[0].self_attn.q_proj, KernelLinear)
+
+
+@metal.needs_compiler
+@pytest.mark.slow
+def test_the_metal_kernel_for_attention_computes_each_row_alike(monkeypatch, tmp_path_factory):
+    """In two passes, for all tokens of prompts, chains and trees; in an emulator here."""
+    used, launched = metal.Emulator(metal.shared_folder(tmp_path_factory)), []
+
+    def make(**options):
+        kernel = used.metal_kernel(**options)
+        return lambda **call: launched.append(call["inputs"][0].shape) or kernel(**call)
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", make)
+    for module in (model, layers, passes):
+        monkeypatch.setattr(module, "backend", lambda: replace(backend(), kind="metal"))
+    passes._metal_kernels.cache_clear()
+    try:
+        target = tiny_target("qwen3", head_dim=64)
+        target.model.set_dtype(mx.bfloat16)
+        make_exact(target)
+        launched.clear()
+        assert set(differences(target).values()) == {0.0}
+    finally:
+        passes._metal_kernels.cache_clear()
+    assert {shape[2] for shape in launched if len(shape) == 4} == {1, 2, 5}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_convolution_over_time_is_even(bias, dtype):
+    """The same bits for however many tokens are fed at once, and MLX's numbers up to rounding."""
+    model = nn.Sequential(nn.Conv1d(6, 6, 4, groups=6, bias=bias), nn.Conv1d(6, 6, 1), nn.Conv1d(6, 6, 4, 2, groups=6))
+    model.set_dtype(dtype)
+    [layer] = convolutions(model)
+    x = mx.random.normal((2, 40, 6)).astype(dtype)
+    expected = layer(x)
+    layer.__class__ = exact_convolution(type(layer))
+    found = layer(x)
+    assert found.dtype == dtype
+    assert mx.allclose(found, expected, rtol=0, atol=1e-5 if dtype == mx.float32 else 0.05)
+    for count in (1, 2, 7):
+        parts = [layer(x[:, at : at + count + 3]) for at in range(0, 35, count)]
+        assert mx.array_equal(mx.concatenate(parts, axis=1), found[:, : sum(part.shape[1] for part in parts)])
+
+
+def test_a_recurrence_that_is_uneven_is_refused(monkeypatch):
+    """Here for tokens of a block that was kept in part, after which states are computed again with a mask."""
+    target = family_target("qwen3_5")
+
+    def uneven(*arrays, **options):
+        out, state = gated_delta_update(*arrays, **options)
+        return out, state if arrays[8] is None else state + 1e-5
+
+    monkeypatch.setitem(type(target.layers[0].linear_attn).__call__.__globals__, "gated_delta_update", uneven)
+    with pytest.raises(UsageError, match="other numbers for blocks that are kept in part"):
+        make_exact(target)
 
 
 def test_what_only_running_shows_is_refused(monkeypatch):

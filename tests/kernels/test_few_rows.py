@@ -1,88 +1,49 @@
-"""Whether the kernels for few rows are used is decided by measuring, and only on CUDA."""
+"""How a round's few rows are computed is decided by measuring."""
 
 from dataclasses import replace
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from tiny import tiny_drafter, tiny_target
 
 from dflash_mlx import runtime
-from dflash_mlx.hooks import means
-from dflash_mlx.kernels import few_rows, few_rows_attention
+from dflash_mlx.kernels import few_rows
 from dflash_mlx.kernels.few_rows import use_where_faster
-from dflash_mlx.kernels.few_rows_attention import attend, attention_layers
 from dflash_mlx.kernels.few_rows_linear import _STATE, FewRowsLinear, fitting_layers
 
 
 @pytest.fixture
 def pair(monkeypatch):
-    """Target, drafter, their linear layers, and those of attention; as if on CUDA, where attention's kernel works."""
+    """Target, drafter and their linear layers; as if on CUDA, and without races of other kernels."""
     target, drafter = tiny_target("qwen2"), tiny_drafter()
     linear = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
-    attention = attention_layers(target.model) + attention_layers(drafter)
-    assert len(attention) == len(target.layers) + len(drafter.layers)
     monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind="cuda"))
-    monkeypatch.setattr(few_rows_attention, "fits", lambda *_: False)
+    monkeypatch.setattr(few_rows.rows_attention, "use_where_faster", lambda *_, **__: ("", []))
     monkeypatch.setattr(few_rows, "products_work", lambda dtype: True)
-    return target, drafter, linear, attention
+    return target, drafter, linear
 
 
 def uses(layers):
-    kinds = {
-        isinstance(layer, FewRowsLinear) or means(type(layer), "scaled_dot_product_attention", attend)
-        for layer in layers
-    }
+    kinds = {isinstance(layer, FewRowsLinear) for layer in layers}
     assert len(kinds) == 1
     return kinds.pop()
 
 
 @pytest.mark.parametrize("products", [False, True])
-@pytest.mark.parametrize("scores", [False, True])
-def test_a_pair_decides_by_measuring(pair, products, scores, monkeypatch):
-    """By fewer seconds where the kernel in question is on; each is measured by itself."""
-    target, drafter, linear, attention = pair
-
-    def seconds(*_):
-        return 1.0 - 0.2 * (products and uses(linear)) - 0.2 * (scores and uses(attention))
-
-    monkeypatch.setattr(few_rows, "_seconds", seconds)
+def test_a_pair_decides_by_measuring(pair, products, monkeypatch):
+    """By fewer seconds where the kernel is on."""
+    target, drafter, linear = pair
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * (products and uses(linear)))
     use_where_faster(target, drafter)
-    assert (uses(linear), uses(attention)) == (products, scores)
+    assert uses(linear) == products
     assert type(target.head_module) is nn.Linear
 
 
 def test_a_kernel_that_gains_too_little_is_not_used(pair, monkeypatch):
-    target, drafter, linear, attention = pair
-    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.01 * (uses(linear) or uses(attention)))
+    target, drafter, linear = pair
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.01 * uses(linear))
     use_where_faster(target, drafter)
     assert not uses(linear)
-    assert not uses(attention)
-
-
-def right(*, inputs, **_):
-    q, k, v, settings, mask = inputs
-    scale, kind = settings.tolist()
-    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=[None, "causal", mask][int(kind)])
-    return [out.transpose(0, 2, 1, 3)]
-
-
-def wrong_for_trees(*, inputs, **call):
-    return right(inputs=[*inputs[:4], mx.ones_like(inputs[4])], **call)
-
-
-def failing(**_):
-    raise RuntimeError("no compiler")
-
-
-@pytest.mark.parametrize("kernel", [right, wrong_for_trees, failing])
-def test_a_kernel_that_computes_something_else_or_fails_is_not_used(pair, kernel, monkeypatch):
-    target, drafter, _, attention = pair
-    monkeypatch.setattr(few_rows_attention, "fits", lambda *_: True)
-    monkeypatch.setattr(few_rows_attention, "_kernel", lambda: kernel)
-    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * uses(attention))
-    use_where_faster(target, drafter)
-    assert uses(attention) == (kernel is right)
 
 
 @pytest.mark.parametrize(
@@ -94,18 +55,13 @@ def test_a_kernel_that_computes_something_else_or_fails_is_not_used(pair, kernel
     ],
 )
 def test_head_sizes_are_taken_from_any_config(config, found, pair, monkeypatch):
-    """And one that does not say is no reason against the kernels."""
-    _, drafter, linear, attention = pair
     target = replace(pair[0], config={"hidden_size": 64, "vocab_size": pair[0].vocab_size, **config})
     assert target.head_dim == found
-    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * uses(linear) - 0.2 * uses(attention))
-    use_where_faster(target, drafter)
-    assert uses(attention)
 
 
 @pytest.mark.parametrize(("slower_from", "most"), [(17, 16), (65, 64), (9999, 256)])
 def test_the_kernel_for_products_is_used_up_to_where_it_stops_being_faster(slower_from, most, pair, monkeypatch):
-    target, drafter, linear, _ = pair
+    target, drafter, linear = pair
     monkeypatch.setattr(
         few_rows, "_seconds", lambda _, __, rows: 1.0 - 0.2 * (uses_for(linear, rows) and rows < slower_from)
     )
@@ -120,7 +76,7 @@ def uses_for(layers, rows):
 
 def test_ways_that_pay_only_together_are_found(pair, monkeypatch):
     """Where its calls cost Python more than the product does, the kernel pays if passes are replayed."""
-    target, drafter, linear, _ = pair
+    target, drafter, linear = pair
     gain = {(False, False): 0.0, (False, True): -0.3, (True, False): 0.02, (True, True): 0.4}
     monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - gain[target.replays, uses(linear)])
     use_where_faster(target, drafter)
@@ -140,7 +96,7 @@ def test_the_measurement_runs_and_takes_turns(rows):
 @pytest.mark.parametrize("kind", ["cuda", "metal"])
 @pytest.mark.parametrize("faster", [False, True])
 def test_passes_are_replayed_where_that_is_faster(kind, faster, pair, monkeypatch):
-    target, drafter, _, _ = pair
+    target, drafter, _ = pair
     monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind=kind))
     monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * (faster and target.replays))
     use_where_faster(target, drafter)
@@ -149,7 +105,7 @@ def test_passes_are_replayed_where_that_is_faster(kind, faster, pair, monkeypatc
 
 def test_passes_that_cannot_be_replayed_are_not(pair, monkeypatch):
     """A model that asks for a number in passing cannot be recorded."""
-    target, drafter, _, _ = pair
+    target, drafter, _ = pair
     forward = type(target).forward_tapped
 
     def asks(self, tokens, cache, layer_ids):
@@ -173,29 +129,36 @@ def test_nothing_is_measured_on_a_cpu(monkeypatch):
 @pytest.mark.parametrize("kind", ["metal", "cuda", "cpu"])
 def test_all_kernels_can_be_left_out(kind, pair, monkeypatch):
     """Replaying is none of them. What rounds cost is remembered apart."""
-    target, drafter, linear, attention = pair
+    target, drafter, linear = pair
     monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind=kind))
-    for module, name in (few_rows.exponentials, "use_where_faster"), (few_rows.quantized_rows, "use_where_faster"):
-        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("a kernel was tried"))
+    for module in (few_rows.exponentials, few_rows.quantized_rows, few_rows.rows_attention):
+        monkeypatch.setattr(module, "use_where_faster", lambda *_, **__: pytest.fail("a kernel was tried"))
     monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * target.replays)
     assert use_where_faster(target, drafter, kernels=False) == []
     assert not uses(linear)
-    assert not uses(attention)
     assert target.replays == (kind != "cpu")
     assert target.kernels == "none"
 
 
 def test_notes_on_kernels_are_handed_on(pair, monkeypatch):
-    target, drafter, _, _ = pair
+    """And what is used, by which the costs of rounds are told apart. Attention is looked at in a round."""
+    target, drafter, _ = pair
     monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind="metal"))
     found = []
 
-    def use(models, *, head, report):
+    def products(models, *, head, report):
         found.extend([models, head])
         return "24x32: 6", ["odd"]
 
-    monkeypatch.setattr(few_rows.quantized_rows, "use_where_faster", use)
+    def attention(models, run, *, report):
+        assert run()[0] > 0
+        found.append(models)
+        return "2 heads: 4", ["odder"]
+
+    monkeypatch.setattr(few_rows.quantized_rows, "use_where_faster", products)
+    monkeypatch.setattr(few_rows.rows_attention, "use_where_faster", attention)
     monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0)
-    assert use_where_faster(target, drafter) == ["odd"]
-    assert found == [[target.model, drafter], target.head_module]
-    assert target.kernels == "24x32: 6"
+    assert use_where_faster(target, drafter) == ["odd", "odder"]
+    models = [target.model, drafter]
+    assert found == [models, target.head_module, models]
+    assert target.kernels == "24x32: 6; 2 heads: 4"

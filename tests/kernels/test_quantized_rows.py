@@ -17,6 +17,7 @@ from dflash_mlx import runtime
 from dflash_mlx.kernels.quantized_rows import layers, product, twin
 from dflash_mlx.kernels.quantized_rows.product import Matrix, fits, multiply, tiles
 from dflash_mlx.kernels.race import ROWS
+from dflash_mlx.kernels.sources import source
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.rounding import relative_difference
 from dflash_mlx.targets.target import wrap_model
@@ -36,7 +37,7 @@ def folder(tmp_path_factory):
 def metal(folder, monkeypatch):
     """Has the Metal kernel run in an emulator, which is given back."""
     used = Emulator(folder)
-    use_source(used, product.source("kernel.metal"), monkeypatch)
+    use_source(used, source("quantized_rows/kernel.metal"), monkeypatch)
     return used
 
 
@@ -51,8 +52,8 @@ def cuda(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(product, "backend", lambda: machine)
 
 
-def use_source(emulator, source, monkeypatch):
-    kernel = emulator.metal_kernel(**product._kernel("kernel.metal") | {"source": source})
+def use_source(emulator, text, monkeypatch):
+    kernel = emulator.metal_kernel(**product._kernel("kernel.metal") | {"source": text})
     monkeypatch.setattr(product, "_metal_kernel", lambda: kernel)
 
 
@@ -190,8 +191,7 @@ WIDER = [
 
 
 def changes():
-    source = product.source("kernel.metal")
-    assert source.count(BARRIER) == 1
+    assert source("quantized_rows/kernel.metal").count(BARRIER) == 1
     return [(BARRIER, ""), (BARRIER, BARRIER.replace("threadgroup)", "device)")), *WIDER]
 
 
@@ -202,9 +202,9 @@ def test_a_kernel_that_is_wrong_is_caught(old, new, metal, monkeypatch):
 
     `start <= depth` alone is harmless: what lies beyond the depth counts as zero.
     """
-    source = product.source("kernel.metal")
-    assert source.count(old) == 1
-    use_source(metal, source.replace(old, new), monkeypatch)
+    text = source("quantized_rows/kernel.metal")
+    assert text.count(old) == 1
+    use_source(metal, text.replace(old, new), monkeypatch)
     metal.checked = True
     try:
         # Neither rows nor columns nor depth fill their tiles.
@@ -216,11 +216,11 @@ def test_a_kernel_that_is_wrong_is_caught(old, new, metal, monkeypatch):
 
 def test_every_index_is_tried():
     """All that stands in brackets behind an array in memory has a change of its own above."""
-    source = re.sub(r"//.*", "", product.source("kernel.metal"))
+    text = re.sub(r"//.*", "", source("quantized_rows/kernel.metal"))
     tried = " ".join(old for old, _ in WIDER)
     for array in ("w +", "x +", "scales[", "biases[", "y["):
-        assert len(re.findall(rf"(?<!\w){re.escape(array)}", source)) == tried.count(array) == 1
-    assert source.count("partial[p") == 3  # two writes and a read
+        assert len(re.findall(rf"(?<!\w){re.escape(array)}", text)) == tried.count(array) == 1
+    assert text.count("partial[p") == 3  # two writes and a read
 
 
 @lint.needs_clang
@@ -247,12 +247,14 @@ def test_a_row_does_not_depend_on_the_others_on_cuda(cuda):
     assert mx.array_equal(mx.concatenate([multiply(x[i : i + 1], *matrix, **options) for i in range(20)]), together)
 
 
-def test_the_sources_are_packaged():
+def test_the_sources_of_kernels_are_packaged():
     """Each file beside the code is of a kind that pyproject.toml has installed."""
-    folder = Path(product.__file__).parent
-    [line] = re.findall(r'^"dflash_mlx.kernels.quantized_rows" = (.*)$', PYPROJECT.read_text(), re.MULTILINE)
-    kinds = {path.suffix for path in folder.iterdir() if path.is_file()} - {".py"}
-    assert kinds == {".metal", ".cu"} == {kind.removeprefix("*") for kind in json.loads(line)}
+    text, kernels = PYPROJECT.read_text(), Path(product.__file__).parents[1]
+    for folder in (kernels, kernels / "quantized_rows", kernels / "rows_attention"):
+        package = re.escape(".".join(folder.relative_to(kernels.parents[1]).parts))
+        [line] = re.findall(rf'^"{package}" = (.*)$', text, re.MULTILINE)
+        kinds = {path.suffix for path in folder.iterdir() if path.is_file()} - {".py"}
+        assert kinds == {kind.removeprefix("*") for kind in json.loads(line)}
 
 
 def test_what_fits():
@@ -388,22 +390,8 @@ def test_a_kernel_that_lost_is_not_used(raced, monkeypatch):
     used, notes = layers.use_where_faster([target.model], head=target.head_module)
     assert used == ""
     others = len(layers.matrices([target.model], head=target.head_module)) - 1
-    assert [note.endswith(f" and {others} other kinds of matrices: 4 rows differ") for note in notes] == [True]
+    assert [note.endswith(f" and {others} more: 4 rows differ") for note in notes] == [True]
     assert type(target.layers[0].self_attn.o_proj) is nn.QuantizedLinear
-
-
-def test_products_of_a_race_wait_for_each_other(monkeypatch):
-    """A GPU computes what is independent at the same time, which the layers of a model are not."""
-    matrix, inputs = Matrix(16, 64, 4, 32, mx.float16), []
-
-    def spoilt(x, *_, **__):
-        inputs.append(x)
-        return mx.full((x.shape[0], matrix.columns), mx.nan, dtype=x.dtype)
-
-    monkeypatch.setattr(layers, "multiply", spoilt)
-    assert "differ" in layers.race_matrix(matrix, [layers.random_weights(matrix, seed) for seed in range(2)]).note
-    assert mx.isfinite(inputs[0]).all().item()
-    assert mx.isnan(inputs[1]).all().item()
 
 
 @needs_compiler

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx.kernels import race as module
-from dflash_mlx.kernels.race import Verdict, Verdicts, race
+from dflash_mlx.kernels.race import Verdict, Verdicts, one_by_one, race, repeats
 
 
 def inputs(rows):
@@ -99,28 +99,58 @@ def home(tmp_path, monkeypatch):
 
 def test_verdicts_are_remembered(home):
     """For this kernel and this source; a stall, which may be another program's doing, only for now."""
-    verdicts = Verdicts("one", "source")
     good, odd = Verdict({2: (1.0, 0.5)}), Verdict({2: (1.0, 0.5)}, "4 rows stalled for 200 ms")
-    verdicts.put("24x32", good)
-    verdicts.put("24x64", odd)
-    assert verdicts.get("24x64") == odd
-    again = Verdicts("one", "source")
-    assert again.get("24x32") == good
-    assert again.get("24x64") is None
-    assert Verdicts("one", "changed").get("24x32") is Verdicts("other", "source").get("24x32") is None
+    raced, reports = [], []
+
+    def races(**verdicts):
+        return {shape: lambda shape=shape: raced.append(shape) or verdicts[shape] for shape in verdicts}
+
+    verdicts = Verdicts("one", "source")
+    for _ in range(2):
+        found, notes = verdicts.complete(races(a=good, b=odd, c=odd), lambda *report: reports.append(report))
+        assert found == {"a": good, "b": odd, "c": odd}
+        assert notes == ["a kernel is not used where its race came to no end, for b and 1 more: " + odd.note]
+    assert raced == ["a", "b", "c"]
+    assert len(reports) == 3
+    again, others = Verdicts("one", "source"), (Verdicts("one", "changed"), Verdicts("other", "source"))
+    assert again.complete(races(a=odd, b=good)) == ({"a": good, "b": good}, [])
+    assert [one.complete(races(a=good))[0] for one in others] == [{"a": good}] * 2
+    assert raced[3:] == ["b", "a", "a"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"verdicts": {"24x32": {"seconds": {"2": 1}, "note": ""}}}', "{}"])
 def test_verdicts_that_cannot_be_read_are_none(content, home):
-    Verdicts("one", "source").put("24x32", Verdict({2: (1.0, 0.5)}))
+    verdict, races = Verdict({2: (1.0, 0.5)}), {"24x32": lambda: Verdict({2: (1.0, 0.5)})}
+    Verdicts("one", "source").complete(races)
     [file] = (home / "kernels").iterdir()
     assert json.loads(file.read_text())["verdicts"]["24x32"]["seconds"] == {"2": [1.0, 0.5]}
     file.write_text(content)
-    assert Verdicts("one", "source").get("24x32") is None
+    raced = []
+    Verdicts("one", "source").complete({"24x32": lambda: raced.append(1) or verdict})
+    assert raced == [1]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_cache_that_cannot_be_written_only_means_another_race(home):
     Path(home).chmod(0o500)
-    Verdicts("one", "source").put("24x32", Verdict({2: (1.0, 0.5)}))
-    assert Verdicts("one", "source").get("24x32") is None
+    verdicts = Verdicts("one", "source")
+    for _ in range(2):
+        assert verdicts.complete({"24x32": lambda: Verdict({2: (1.0, 0.5)})})[1] == []
+
+
+def test_what_is_raced_waits_for_the_last_one():
+    """A GPU computes what is independent at the same time, which the layers of a model are not."""
+    inputs = []
+
+    def spoilt(x, number):
+        inputs.append(x)
+        return x * number
+
+    found = one_by_one(spoilt, mx.ones((1, 2)), [[mx.array(mx.nan)], [mx.array(1.0)]])
+    assert len(found) == 2
+    assert mx.isfinite(inputs[0]).all().item()
+    assert mx.isnan(inputs[1]).all().item()
+
+
+def test_operands_are_so_many_that_they_come_from_memory():
+    assert [repeats(size) for size in (1, 10_000_000, 99_000_000, 10**9)] == [16, 10, 2, 1]

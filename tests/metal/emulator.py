@@ -32,6 +32,7 @@ ATTRIBUTES = {
     "simdgroup_index_in_threadgroup": ("uint", "self.simdgroup"),
     "thread_position_in_grid": ("uint3", "self.in_grid"),
     "thread_position_in_threadgroup": ("uint3", "self.in_threadgroup"),
+    "threads_per_threadgroup": ("uint3", "self.threads"),
     "threadgroup_position_in_grid": ("uint3", "self.place"),
 }
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
@@ -114,10 +115,10 @@ class Emulator:
         self._loaded = {}
 
     def metal_kernel(self, *, name, input_names, output_names, source, header="", ensure_row_contiguous=True):
-        """Takes what `mx.fast.metal_kernel` takes."""
+        """Takes what `mx.fast.metal_kernel` takes; inputs may also be numpy arrays, of any positive strides."""
 
         def run(*, inputs, output_shapes, output_dtypes, grid, threadgroup, template=()):
-            inputs = [a if isinstance(a, mx.array) else mx.array(a) for a in inputs]
+            inputs = [a if isinstance(a, mx.array | np.ndarray) else mx.array(a) for a in inputs]
             text = metal_text(name, input_names, output_names, source, header, inputs, output_dtypes, template)
             return self._run(
                 text, source, input_names, output_names, inputs, output_shapes, output_dtypes, grid, threadgroup
@@ -128,13 +129,16 @@ class Emulator:
     def _run(self, text, source, input_names, output_names, inputs, output_shapes, output_dtypes, grid, threadgroup):
         names, data, parameters = [], [], []
         for name, a in zip(input_names, inputs, strict=True):
-            arrays = {name: to_numpy(a)} | ({f"{name}_shape": np.array(a.shape, np.int32)} if a.ndim else {})
-            for key in arrays:
+            array = a if isinstance(a, np.ndarray) else to_numpy(a)
+            arrays = {name: (type_of(a), memory_of(array))}
+            if a.ndim:
+                arrays[f"{name}_shape"] = "int", np.array(a.shape, np.int32)
+                arrays[f"{name}_strides"] = "int64_t", np.array(array.strides) // array.itemsize
+            for key, (kind, held) in arrays.items():
                 if key == name or key in source:
-                    kind = TYPES[a.dtype] if key == name else "int"
                     parameters.append(f"{'' if a.ndim else '*'}static_cast<const {kind}*>(given[{len(data)}])")
                     names.append(key)
-                    data.append(np.ascontiguousarray(arrays[key]))
+                    data.append(held)
         for name, shape, dtype in zip(output_names, output_shapes, output_dtypes, strict=True):
             parameters.append(f"static_cast<{TYPES[dtype]}*>(given[{len(data)}])")
             names.append(name)
@@ -233,7 +237,7 @@ class Emulator:
 
 def metal_text(name, input_names, output_names, source, header, inputs, output_dtypes, template):
     """The text that MLX makes of a kernel and gives to Metal's compiler; test_emulator.py compares the two."""
-    types = [TYPES[a.dtype] for a in inputs]
+    types = [type_of(a) for a in inputs]
     arguments = ", ".join(TYPES[v] if isinstance(v, mx.Dtype) else str(int(v)) for _, v in template)
     function = f"custom_kernel_{name}"
     if template:
@@ -248,7 +252,8 @@ def metal_text(name, input_names, output_names, source, header, inputs, output_d
         parameters.append(f"const {space} {kind}{'*' if a.ndim else '&'} {key} [[buffer({next(number)})]]")
         if a.ndim and f"{key}_shape" in source:
             parameters.append(f"const constant int* {key}_shape [[buffer({next(number)})]]")
-        assert f"{key}_strides" not in source, "strides are not emulated"
+        if a.ndim and f"{key}_strides" in source:
+            parameters.append(f"const constant int64_t* {key}_strides [[buffer({next(number)})]]")
     for key, dtype in zip(output_names, output_dtypes, strict=True):
         parameters.append(f"device {TYPES[dtype]}* {key} [[buffer({next(number)})]]")
     parameters += [f"{ATTRIBUTES[key][0]} {key} [[{key}]]" for key in attributes(source)]
@@ -267,6 +272,16 @@ def metal_text(name, input_names, output_names, source, header, inputs, output_d
 def attributes(source):
     """What a body asks about its thread, in MLX's order: by the names' alphabet."""
     return sorted(name for name in ATTRIBUTES if name in source)
+
+
+def type_of(array):
+    return TYPES[array.dtype if isinstance(array, mx.array) else getattr(mx, array.dtype.name.replace("bool", "bool_"))]
+
+
+def memory_of(array):
+    """The bytes from a numpy array's first number to its last one, with what lies between."""
+    low, high = np.lib.array_utils.byte_bounds(array)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low)).copy()
 
 
 def to_numpy(array):

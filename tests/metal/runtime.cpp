@@ -279,7 +279,7 @@ static void run_threadgroup(const uint32_t (&position)[3], const uint32_t (&size
     Thread& t = fiber.self;
     const uint32_t in_group[3] = {i % size[0], i / size[0] % size[1], i / size[0] / size[1]};
     for (int k = 0; k < 3; k++) {
-      t.in_threadgroup[k] = in_group[k], t.place[k] = position[k];
+      t.in_threadgroup[k] = in_group[k], t.place[k] = position[k], t.threads[k] = size[k];
       t.in_grid[k] = position[k] * launch->threadgroup[k] + in_group[k];
     }
     t.index = i, t.lane = i % 32, t.simdgroup = i / 32;

@@ -7,7 +7,7 @@ namespace emulator {
 
 // What a thread of a kernel can ask about itself.
 struct Thread {
-  uint32_t in_grid[3], in_threadgroup[3], place[3];
+  uint32_t in_grid[3], in_threadgroup[3], place[3], threads[3];
   uint32_t index, lane, simdgroup;
 };
 

@@ -224,11 +224,11 @@ def text_of_mlx(kernel, call):
 
 @pytest.mark.parametrize("template", [[], [("T", mx.bfloat16), ("N", 300), ("EVEN", True)]])
 def test_the_text_is_that_of_mlx(template):
-    """Address spaces of short inputs, shapes, the order of what is asked about threads, templates, names."""
+    """Address spaces of short inputs, shapes, strides, the order of what is asked about threads, templates, names."""
     source = """
         const uint lane = thread_index_in_simdgroup + simdgroup_index_in_threadgroup;
-        out[thread_position_in_grid.x] = a[lane] + b[a_shape[0]] + c + threadgroup_position_in_grid.y;
-        more[thread_index_in_threadgroup] = thread_position_in_threadgroup.z;
+        out[thread_position_in_grid.x] = a[lane * a_strides[1]] + b[a_shape[0]] + c + threadgroup_position_in_grid.y;
+        more[thread_index_in_threadgroup] = thread_position_in_threadgroup.z + threads_per_threadgroup.x;
     """
     kernel = {"name": "drift", "input_names": ["a", "b", "c"], "output_names": ["out", "more"]}
     inputs = [mx.zeros((5, 300), mx.bfloat16), mx.zeros((4,)), mx.array(1.0)]

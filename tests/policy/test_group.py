@@ -1,7 +1,5 @@
 """The width that lanes share, on simulated machines and texts, and the costs that it is chosen by."""
 
-import random
-
 import numpy as np
 import pytest
 
@@ -85,17 +83,10 @@ def test_tables_are_interpolated():
     assert interpolate({4: 3.0}, 2) == 3.0
 
 
-def test_rising_is_the_closest_table_that_never_falls():
-    """The value at i is the least over ends from i on of the greatest mean of a stretch that holds i."""
-    rng = random.Random(0)
-    for _ in range(100):
-        numbers = sorted(rng.sample(range(100), rng.randint(1, 8)))
-        values = [rng.choice([1.0, 2.0, rng.uniform(0, 3)]) for _ in numbers]
-        found = rising(dict(zip(numbers, values, strict=True)))
-        assert list(found) == numbers
-        for i, number in enumerate(numbers):
-            means = [[sum(values[a : b + 1]) / (b + 1 - a) for a in range(i + 1)] for b in range(i, len(values))]
-            assert found[number] == pytest.approx(min(max(row) for row in means))
+def test_no_measurement_stays_above_one_of_more_rows():
+    """What disturbs a measurement makes it longer, so the lower figure is the better one."""
+    assert rising({8: 2.5, 2: 4.0, 4: 2.0, 1: 1.0, 16: 3.0}) == {1: 1.0, 2: 2.0, 4: 2.0, 8: 2.5, 16: 3.0}
+    assert rising({4: 1.0}) == {4: 1.0}
 
 
 def test_a_round_costs_its_parts():
@@ -215,22 +206,22 @@ def costs_by_width(seconds):
     return GroupCosts({8: 2.0}, {8 * (width + 1): cost for width, cost in seconds.items()}, {8: 0.0, 128: 0.0})
 
 
-def test_another_width_has_to_promise_three_hundredths_more():
+def test_another_width_has_to_promise_a_tenth_more():
     policy = GroupWidth(costs_by_width({1: 3.0, 15: 3.0}), PLACES)
     chosen = []
-    for tokens in ({3: 2.0}, {3: 2.0, 7: 2.05}, {3: 2.0, 7: 2.07}, {3: 2.125, 7: 2.07}, {3: 2.14, 7: 2.07}):
+    for tokens in ({3: 2.0}, {3: 2.0, 7: 2.19}, {3: 2.0, 7: 2.21}, {3: 2.42, 7: 2.21}, {3: 2.44, 7: 2.21}):
         policy.estimate = Expects(tokens)
         chosen.append(policy.next_width(8))
     assert chosen == [3, 3, 7, 7, 3]
 
 
 def test_lanes_rest_where_the_best_width_brings_no_more_than_plain_rounds():
-    """Rounds of any width take 3 seconds, plain ones 2: more than 1.5 tokens are worth it."""
+    """Rounds of any width take 3 seconds, plain ones 2: a tenth more than 1.5 tokens is worth it."""
     policy = GroupWidth(costs_by_width({1: 3.0, 15: 3.0}), PLACES)
-    policy.estimate = Expects({1: 1.5, 3: 1.4})
+    policy.estimate = Expects({1: 1.64, 3: 1.6})
     rests = [16, 32]
     assert [policy.next_width(8) for _ in range(56)] == [width for n in rests for width in [1] * 4 + [0] * n]
-    policy.estimate = Expects({1: 1.55})
+    policy.estimate = Expects({1: 1.66})
     assert [policy.next_width(8) for _ in range(40)] == [1] * 40
 
 

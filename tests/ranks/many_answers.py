@@ -1,23 +1,28 @@
-"""Rank 0 makes many answers with divided tiny models, and compares them with mlx-lm's own decoding on one machine.
+"""Rank 0 makes many answers in a row with divided models, and compares them with those of one machine.
 
-Arguments: folders of targets (`tiny_folder.write_target`). Prints a line of JSON for each: how many answers there were,
-how many tokens a conversation found in its caches, and what was wrong: (which, tokens, the right ones).
+Arguments: how many answers each model is to make at least, and the models: folders of tiny targets
+(`tiny_folder.write_target`) or names of pairs. Prints a line of JSON for each: how many answers there were, how many
+more were left in the middle, how many tokens a conversation found in its caches, and what was wrong: (which, tokens,
+the right ones).
 """
 
 import json
 import random
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
-from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
+from tiny import ScriptedDrafter, plain_tokens, tiny_drafter
 from tiny_pair import LetterTokenizer
 
 from dflash_mlx.decoding.engine import can_branch
 from dflash_mlx.drafters.dflash import DFlashDrafter
-from dflash_mlx.generation import generate, generate_many, stream_generate
-from dflash_mlx.hub.registry import ModelSource
-from dflash_mlx.pair import ModelPair
+from dflash_mlx.generation import generate, generate_many, stream_generate, stream_many
+from dflash_mlx.hub.download import ensure_model
+from dflash_mlx.hub.registry import ModelSource, find_pair
+from dflash_mlx.pair import ModelPair, load_pair
 from dflash_mlx.ranks.group import leave_group
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.loading import load_target
@@ -26,7 +31,7 @@ from dflash_mlx.targets.target import Target
 
 LENGTH = 12
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
-SEEDED = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9, seed=3)
+SEEDED = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9)
 
 
 def pair_of(target: Target, drafter: DFlashDrafter) -> ModelPair:
@@ -47,41 +52,79 @@ def divided_pair(folder: str, drafter: DFlashDrafter) -> ModelPair:
     return pair_of(machines.load_target(ModelSource(kind="folder", path=folder), dtype="float32")[0], drafter)
 
 
-def check(folder: str) -> dict[str, object]:
-    pair = divided_pair(folder, tiny_drafter())
-    whole = load_target(Path(folder), dtype="float32")[0]
-    rng = random.Random(Path(folder).name)
-    prompts = [[rng.randrange(1, VOCAB) for _ in range(length)] for length in (9, 3, 14, 1)]
-    truths = [plain_tokens(whole, prompt, LENGTH) for prompt in prompts]
-    found: list[tuple[str, object, object]] = []
-    for number, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
-        script = {len(prompt) + i: token for i, token in enumerate(truth)}
-        drafter = ScriptedDrafter(tiny_drafter().config, script, frozenset(rng.sample(list(script), 3)))
-        scripted = pair_of(pair.target, drafter)
-        found.append((f"chains {number}", generate(scripted, prompt, GREEDY, width=5).token_ids, truth))
+@dataclass
+class Found:
+    """What a model has answered: (which, tokens, the right ones), and how many answers were left in the middle."""
+
+    answers: list[tuple[str, object, object]] = field(default_factory=list)
+    left: int = 0
+    cached: int = 0
+
+
+def answer(
+    pair: ModelPair, whole: ModelPair, rng: random.Random, found: Found, with_script: Callable[..., ModelPair]
+) -> None:
+    """Some answers of each kind: chains, trees, plain ones, batches, seeded ones and conversations."""
+    prompts = [[rng.randrange(1, min(pair.vocab_size, 4000)) for _ in range(length)] for length in (9, 3, 14, 1)]
+    truths = [plain_tokens(whole.target, prompt, LENGTH) for prompt in prompts]
+    for prompt, truth in zip(prompts, truths, strict=True):
+        scripted = with_script(prompt, truth)
+        found.answers.append(("chains", generate(scripted, prompt, GREEDY, width=5).token_ids, truth))
         # Left in the middle, with a round on its way.
         stream = stream_generate(scripted, prompt, GREEDY, width=5)
         next(stream)
         stream.close()
-        found.append((f"plain {number}", generate(pair, prompt, GREEDY, draft=False).token_ids, truth))
-        if number == 0 and can_branch(pair.target, drafter):
-            found.append(("tree", generate(scripted, prompt, GREEDY, width=6, tree=True).token_ids, truth))
-    found.append(("batch", [answer.token_ids for answer in generate_many(pair, prompts, GREEDY, width=3)], truths))
-    seeded = generate_many(pair_of(whole, tiny_drafter()), prompts, SEEDED, draft=False)
-    drafted = generate_many(pair, prompts, SEEDED, width=2)
-    found += [("seeded", a.token_ids, b.token_ids) for a, b in zip(drafted, seeded, strict=True)]
+        found.left += 1
+        found.answers.append(("plain", generate(pair, prompt, GREEDY, draft=False).token_ids, truth))
+    scripted = with_script(prompts[0], truths[0])
+    assert scripted.drafter is not None
+    if can_branch(pair.target, scripted.drafter):
+        tree = generate(scripted, prompts[0], GREEDY, width=6, tree=True)
+        found.answers.append(("tree", tree.token_ids, truths[0]))
+    batch = stream_many(pair, prompts, GREEDY, width=3)
+    for _ in range(rng.randrange(1, 8)):
+        next(batch)
+    batch.close()
+    found.left += len(prompts)
+    together = generate_many(pair, prompts, GREEDY, width=3)
+    found.answers += [("batch", a.token_ids, truth) for a, truth in zip(together, truths, strict=True)]
+    seeded = replace(SEEDED, seed=rng.randrange(1000))
+    drafted, alone = generate_many(pair, prompts, seeded, width=2), generate_many(whole, prompts, seeded, draft=False)
+    found.answers += [("seeded", a.token_ids, b.token_ids) for a, b in zip(drafted, alone, strict=True)]
     # A conversation goes on with its caches, and once more from the middle of an answer.
-    session, cached = pair.new_session(), 0
+    session = pair.new_session()
     first = generate(pair, prompts[0], GREEDY, session=session, width=4).token_ids
     for more in ([*first, 7, 8], [*first[:5], 7, 8]):
-        answer = generate(pair, [*prompts[0], *more], GREEDY, session=session, width=4)
-        cached = cached or answer.cached_tokens
-        found.append(("goes on", answer.token_ids, plain_tokens(whole, [*prompts[0], *more], LENGTH)))
-    return {"answers": len(found), "cached": cached, "wrong": [case for case in found if case[1] != case[2]]}
+        turn = generate(pair, [*prompts[0], *more], GREEDY, session=session, width=4)
+        found.cached += turn.cached_tokens
+        truth = plain_tokens(whole.target, [*prompts[0], *more], LENGTH)
+        found.answers.append(("goes on", turn.token_ids, truth))
+
+
+def check(name: str, wanted: int) -> dict[str, object]:
+    """Make at least `wanted` answers, of a tiny target in a folder or of a known pair."""
+    rng, found = random.Random(Path(name).name), Found()
+
+    def tiny_script(prompt: list[int], truth: list[int]) -> ModelPair:
+        script = {len(prompt) + i: token for i, token in enumerate(truth)}
+        drafter = ScriptedDrafter(tiny_drafter().config, script, frozenset(rng.sample(list(script), 3)))
+        return pair_of(pair.target, drafter)
+
+    if Path(name).is_dir():
+        pair, with_script = divided_pair(name, tiny_drafter()), tiny_script
+        whole = pair_of(load_target(Path(name), dtype="float32")[0], tiny_drafter())
+    else:
+        pair, with_script = load_pair(name, dtype="float32"), lambda prompt, truth: pair
+        folder = ensure_model(find_pair(name).target)
+        whole = replace(pair, target=load_target(folder, dtype="float32")[0], drafter=None)
+    while len(found.answers) < wanted:
+        answer(pair, whole, rng, found, with_script)
+    wrong = [case for case in found.answers if case[1] != case[2]]
+    return {"answers": len(found.answers), "left": found.left, "cached": found.cached, "wrong": wrong}
 
 
 if __name__ == "__main__":
     other_machines()
-    for name in sys.argv[1:]:
-        print(json.dumps(check(name)), flush=True)
+    for model in sys.argv[2:]:
+        print(json.dumps(check(model, int(sys.argv[1]))), flush=True)
     leave_group(0)

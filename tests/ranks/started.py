@@ -20,7 +20,7 @@ def ranks(count: int, *command: str, folder: Path) -> Iterator[list[subprocess.P
     stdout and stderr are pipes.
     """
     hosts = folder / f"hosts-{os.urandom(4).hex()}.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(count)]))
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
     # Threads that wait for a core would keep the other ranks from theirs.
     environment = {
         **os.environ,
@@ -61,7 +61,7 @@ def program(name: str, *arguments: str) -> list[str]:
     return [sys.executable, str(Path(__file__).parent / name), *arguments]
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -1,8 +1,12 @@
 """A connection between ranks: its messages, and how the end of the other side is noticed."""
 
+import os
 import queue
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +59,26 @@ def test_silence_counts_as_an_end_and_signs_of_life_do_not(pair, monkeypatch):
     both = [End(connection) for connection in _connected()]
     time.sleep(1.0)
     assert all(end.lost.empty() for end in both)
+
+
+STANDS_STILL = """
+import os, signal, subprocess, sys, time
+from dflash_mlx.ranks import channel
+channel.BEAT, channel.SILENCE = 0.05, 0.5
+from test_channel import End, _connected
+ends = [End(connection) for connection in _connected()]
+wake = f"import os, signal, time; time.sleep(1.5); os.kill({os.getpid()}, signal.SIGCONT)"
+with subprocess.Popen([sys.executable, "-c", wake]):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1.0)
+sys.exit(not all(end.lost.empty() for end in ends))
+"""
+
+
+def test_standing_still_together_is_no_silence():
+    """As on a machine that sleeps, or has too much else to do."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    assert subprocess.run([sys.executable, "-c", STANDS_STILL], env=environment).returncode == 0
 
 
 def test_after_close_an_end_is_no_loss(pair):

@@ -1,23 +1,37 @@
 """Several ranks on this machine, connected as machines would be: their answers, and what happens when one dies."""
 
 import json
+import math
+import os
 import random
+import signal
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import httpx
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from ranks.started import finish, program, ranks
+from ranks.started import SECONDS as SECONDS_OF_A_GROUP
+from ranks.started import finish, free_ports, program, ranks
 from tiny import tiny_target
+from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 from tiny_folder import write_drafter, write_target
 
 from dflash_mlx.generation import generate
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 from dflash_mlx.sampling import SamplingParams
+from dflash_mlx.targets.examination import checksums
 
 pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
+# How many answers in a row the long tests compare.
+ANSWERS = int(os.environ.get("RANKS_ANSWERS", "200"))
+# Tokens of a client's answer.
+LENGTH = 10
 # How soon all ranks must have ended after one of them has died.
 SECONDS = 10.0
 
@@ -30,6 +44,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llama(folder):
     return str(write_target(folder / "llama"))
+
+
+@pytest.fixture(scope="module")
+def drafter(folder):
+    return str(write_drafter(folder / "drafter"))
 
 
 @pytest.fixture(scope="module")
@@ -49,42 +68,129 @@ def for_three(folder):
     return str(path)
 
 
-def reports(processes):
+def reports(processes, *, seconds=SECONDS_OF_A_GROUP):
     """What rank 0 printed, once all have ended well; the others said one line."""
-    (code, out, err), *others = finish(processes)
+    (code, out, err), *others = finish(processes, seconds=seconds)
     assert code == 0, err
     assert [(code, out, len(err.splitlines())) for code, out, err in others] == [(0, "", 1)] * len(others)
     return [json.loads(line) for line in out.splitlines()]
 
 
-def check_answers(found):
-    assert all(report["answers"] >= 14 and report["cached"] > 0 for report in found)
+def check_answers(found, wanted=1):
+    """Some are more than was asked for: they come by the kind."""
     assert [report["wrong"] for report in found] == [[]] * len(found)
+    for report in found:
+        assert report["answers"] >= max(wanted, 18)
+        assert report["left"] > 0
+        assert report["cached"] > 0
 
 
 def test_many_answers_of_two_ranks(folder, llama, recurrent):
-    with ranks(2, *program("many_answers.py", llama, recurrent), folder=folder) as processes:
+    with ranks(2, *program("many_answers.py", "1", llama, recurrent), folder=folder) as processes:
         check_answers(reports(processes))
 
 
 @pytest.mark.long
 def test_many_answers_of_three_ranks(folder, for_three):
-    with ranks(3, *program("many_answers.py", for_three), folder=folder) as processes:
+    with ranks(3, *program("many_answers.py", "1", for_three), folder=folder) as processes:
         check_answers(reports(processes))
 
 
-def test_four_clients_of_a_server(folder, llama):
-    with ranks(2, *program("serving_ranks.py", llama), folder=folder) as processes:
-        assert reports(processes) == [{"answers": 8, "wrong": []}]
+@pytest.mark.long
+def test_answers_of_every_family_that_can_be_divided(folder):
+    """At least ANSWERS in a row, each family's in its turn."""
+    there = [name for name in FAMILY_CONFIGS if unavailable(name) is None]
+    families = [name for name in there if hasattr(family_target(name).model, "shard")]
+    targets = [str(write_target(folder / f"family {number}", family=name)) for number, name in enumerate(families)]
+    each = math.ceil(ANSWERS / len(families))
+    with ranks(2, *program("many_answers.py", str(each), *targets), folder=folder) as processes:
+        found = reports(processes, seconds=60 * ANSWERS)
+    print({family: (report["answers"], report["left"]) for family, report in zip(families, found, strict=True)})
+    check_answers(found, each)
 
 
-def test_the_command_gives_the_answer_of_one_machine(folder, llama):
-    drafter = str(write_drafter(folder / "drafter"))
+@pytest.mark.model
+@pytest.mark.long
+def test_answers_of_the_demo_pair_on_three_ranks(folder, demo_pair):
+    with ranks(3, *program("many_answers.py", str(ANSWERS // 10), "demo"), folder=folder) as processes:
+        found = reports(processes, seconds=60 * ANSWERS)
+    check_answers(found, ANSWERS // 10)
+
+
+@pytest.mark.parametrize("each", [3, pytest.param(ANSWERS // 4, marks=pytest.mark.long)])
+def test_four_clients_of_a_server(each, folder, llama, drafter):
+    """Each asks in turn, and leaves every third answer in the middle; the others are those of one machine."""
+    alone = load_pair(model=llama, draft=False)
+    words = ["serve", "--model", llama, "--draft-model", drafter, "--port", "0", "--max-active", "4"]
+    with ranks(2, *COMMAND, *words, folder=folder) as processes:
+        url = (
+            next(line for line in processes[0].stderr if "listening on" in line)
+            .partition("listening on ")[2]
+            .split()[0]
+        )
+        with httpx.Client(base_url=url, timeout=SECONDS_OF_A_GROUP) as http, ThreadPoolExecutor(4) as clients:
+            found = [pair for one in clients.map(lambda seed: ask(http, seed, each), range(4)) for pair in one]
+        processes[0].send_signal(signal.SIGINT)
+        codes = [code for code, _, _ in finish(processes)]
+    for prompt, text in found:
+        whole = generate(alone, alone.encode_prompt(prompt), SamplingParams(max_tokens=LENGTH), draft=False)
+        assert text == whole.text
+    assert (len(found), codes) == (4 * (each - each // 3), [0, 0])
+
+
+def ask(http, seed, count):
+    """A client's prompts and answers."""
+    rng, found = random.Random(seed), []
+    for number in range(count):
+        prompt = "".join(rng.choices("abcdefghij ", k=rng.randint(1, 20)))
+        wanted = {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0}
+        if number % 3 == 2:
+            with http.stream("POST", "/v1/completions", json={**wanted, "max_tokens": 500, "stream": True}) as answer:
+                next(answer.iter_lines())
+        else:
+            found.append((prompt, http.post("/v1/completions", json=wanted).json()["choices"][0]["text"]))
+    return found
+
+
+def test_the_command_gives_the_answer_of_one_machine(folder, llama, drafter):
     words = ["generate", "hello", "--model", llama, "--draft-model", drafter, "--max-tokens", "20", "--json"]
     with ranks(2, *COMMAND, *words, folder=folder) as processes:
         [found] = reports(processes)
     alone = generate(load_pair(model=llama, draft=False), "hello", SamplingParams(max_tokens=20), draft=False)
     assert (found["mode"], found["token_ids"]) == ("dflash", alone.token_ids)
+
+
+def test_a_conversation_through_the_launcher(llama, drafter):
+    """It is stopped in its first answer, and ends where its input does."""
+    launcher = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--starting-port", str(free_ports(2)[0])]
+    chat = ["chat", "--model", llama, "--draft-model", drafter, "--max-tokens", "1000", "--stats"]
+    words = [*launcher, "--", sys.executable, "-m", "dflash_mlx.cli.launched", *chat]
+    start = "import sys; from dflash_mlx.cli.launch import run_launcher; run_launcher(sys.argv[1:])"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", start, *words], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        begun = os.read(process.stdout.fileno(), 1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(b"/set max-tokens 5\nagain\n", timeout=SECONDS_OF_A_GROUP)
+    assert process.returncode == 0
+    first, second, end = (begun + out).decode().split("\n")
+    params = SamplingParams(max_tokens=len(first) + 1)  # of a letter or more each
+    alone = generate(load_pair(model=llama, draft=False), "hello", params, draft=False).text
+    assert alone.startswith(first)
+    assert (0 < len(first) < len(alone), len(second) > 0, end) == (True, True, "")
+    assert b"stopped; what was said stays in the conversation" in err
+    assert b"5 tokens (the limit)" in err
+
+
+def test_the_doctor_looks_at_all_machines(folder, llama):
+    with ranks(2, *COMMAND, "doctor", "--model", llama, "--json", folder=folder) as processes:
+        (code, out, _), (other, _, _) = finish(processes)
+    found = json.loads(out)
+    assert (code, other, found["problems"]) == (0, 0, [])
+    assert [machine["rank"] for machine in found["machines"]] == [0, 1]
+    for machine in found["machines"]:
+        assert (machine["files"], machine["wrong_sums"]) == (checksums(Path(llama)), 0)
 
 
 def test_heads_that_cannot_be_divided_end_all_ranks(folder, llama):
@@ -110,13 +216,3 @@ def test_when_a_rank_dies_the_others_end(what, victim, folder, llama):
     said = [line for line in err.splitlines() if line.startswith("error: ")]
     assert said == [line for line in said if f"rank {victim}" in line and "all ranks stop" in line]
     assert len(said) == 1
-
-
-@pytest.mark.model
-@pytest.mark.long
-def test_the_demo_pair_on_three_ranks(folder, demo_pair):
-    words = ["generate", "Why is the sky blue?", "--pair", "demo", "--max-tokens", "24", "--json"]
-    with ranks(3, *COMMAND, *words, folder=folder) as processes:
-        [found] = reports(processes)
-    alone = generate(demo_pair, "Why is the sky blue?", SamplingParams(max_tokens=24), draft=False)
-    assert found["token_ids"] == alone.token_ids

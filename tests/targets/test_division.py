@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import mlx.nn as nn
 import pytest
 from tiny import tiny_target
 from tiny_families import family_target
@@ -38,6 +39,15 @@ def test_families_whose_key_value_heads_are_given_to_several_machines():
 def test_a_family_without_shard_is_refused():
     with pytest.raises(CheckpointError, match="cannot divide models of the kind phi3"):
         divide(family_target("phi3"), group_of(2))
+
+
+def test_a_family_that_can_only_be_a_pipeline_is_refused():
+    target = tiny_target("llama")
+    target.model = nn.Module()
+    target.model.model = nn.Module()
+    target.model.model.pipeline = lambda group: None
+    with pytest.raises(CheckpointError, match=r"kind llama among machines but by whole layers \(a pipeline\)"):
+        divide(target, group_of(2))
 
 
 def test_what_else_cannot_be_divided_is_refused():

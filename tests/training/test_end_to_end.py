@@ -13,7 +13,7 @@ from tiny_folder import short_run, write_target
 from dflash_mlx.cli.app import main
 from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.generation import generate
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.training import TrainOptions, run
 from dflash_mlx.training.checkpoint import load_state

@@ -14,7 +14,7 @@ from dflash_mlx.drafters.checkpoint import load_drafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.errors import UsageError
 from dflash_mlx.generation import generate
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.training import run
 from dflash_mlx.training.batches import make_batch

@@ -9,7 +9,7 @@ from tiny import plain_tokens
 from tiny_folder import write_tokenizer
 
 from dflash_mlx.errors import DFlashError, UsageError
-from dflash_mlx.pair import load_pair
+from dflash_mlx.loading import load_pair
 from dflash_mlx.training import TrainOptions, run
 from dflash_mlx.training.sources import (
     encode_conversation,

@@ -1,5 +1,7 @@
 """Conversations on disk: what is kept, what is dropped, and which are held out."""
 
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,21 @@ def test_a_damaged_shard_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(CheckpointError, match=r"shard-000000\.npz is damaged.*Delete it"):
         ConversationStore(tmp_path)
+
+
+def test_a_shard_with_a_part_that_is_no_array_is_named(tmp_path):
+    """Where the first bytes of a part are damaged, NumPy gives bytes."""
+    store = ConversationStore(tmp_path)
+    add(store, random_conversations(5))
+    path = tmp_path / "shard-000000.npz"
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    for damaged in parts:
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, raw in parts.items():
+                archive.writestr(name, b"X" + raw[1:] if name == damaged else raw)
+        with pytest.raises(CheckpointError, match=r"shard-000000\.npz is damaged.*Delete it"):
+            ConversationStore(tmp_path)
 
 
 def test_the_next_batch_is_the_first_that_is_missing(tmp_path):

@@ -4,7 +4,8 @@ Queries are computed in blocks of up to 16 rows and against 256 positions at a t
 The parts are put together in the order of the positions (as in FlashAttention, arXiv 2205.14135). So every product has
 the same shape. Positions that a row does not see weigh exactly 0, so further ones change nothing. All is in float32.
 
-On CUDA the kernel for few rows takes less launches. What it gives a row does not depend on others either.
+On a GPU kernels take less launches (rows_attention/). What those that are used give a row does not depend on others
+either.
 
 Like the other ways to compute attention, it takes the place of mlx-lm's function in single layers (`hooks.renamed`).
 """
@@ -19,11 +20,10 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from dflash_mlx.caches.rows import RowKVCache, RowLengths
 from dflash_mlx.caches.trimming import newest
-from dflash_mlx.kernels.attention import Mask
+from dflash_mlx.kernels.attention import Mask, as_array
 from dflash_mlx.kernels.exact.blocks import MOVED, SIZES, Agreement, compare_sizes, in_blocks, largest_difference
-from dflash_mlx.kernels.few_rows_attention import MOST_KEYS, compute, made_for
+from dflash_mlx.kernels.rows_attention.layers import Rival
 
-NAME = "scaled_dot_product_attention"
 _POSITIONS = 256
 # Rows of a block: the numbers that are tried. Of one row the place cannot count.
 ROWS = (16, 8, 4, 2, 1)
@@ -39,11 +39,8 @@ class Blocks(NamedTuple):
 
 
 @cache
-def attention_in(blocks: Blocks, *, kernel: bool = False) -> Callable[..., mx.array]:
-    """mlx-lm's `scaled_dot_product_attention` in such blocks.
-
-    kernel: by the CUDA kernel for few rows, for heads that it was made for.
-    """
+def attention_in(blocks: Blocks, *, kernels: tuple[Rival, ...] = ()) -> Callable[..., mx.array]:
+    """mlx-lm's `scaled_dot_product_attention` in such blocks, or by the first of the kernels that was made for it."""
 
     def attend(
         queries: mx.array,
@@ -58,8 +55,9 @@ def attention_in(blocks: Blocks, *, kernel: bool = False) -> Callable[..., mx.ar
         seen = as_array(mask, queries.shape[2], keys.shape[2])
         seen = mx.broadcast_to(seen, (queries.shape[0], 1, queries.shape[2], keys.shape[2]))
         paths = cache.lengths if isinstance(cache, RowKVCache) and cache.lengths.tree is not None else None
-        if kernel and sinks is None and made_for(queries, keys, values):
-            return _by_kernel(queries, keys, values, seen, scale, start, paths)
+        kernel = next((one for one in kernels if one.made_for(queries, keys, values)), None)
+        if kernel is not None and sinks is None:
+            return _by_kernel(kernel, queries, keys, values, seen, scale, start, paths)
         before, after = start % _POSITIONS, -(start + keys.shape[2]) % _POSITIONS
         keys, values, seen = _filled(keys, values, seen, before, after)
         scaled = queries.astype(mx.float32) * scale
@@ -84,17 +82,6 @@ def _in_order(keys: mx.array, values: mx.array, cache: Any, rows: int) -> tuple[
     return keys, values, int(cache.offset) - keys.shape[2]
 
 
-def as_array(mask: Mask, rows: int, length: int) -> mx.array:
-    """Which keys each row sees: boolean, (B or 1, 1, L or 1, S)."""
-    if mask is None:
-        return mx.ones((1, 1, 1, length), dtype=mx.bool_)
-    if isinstance(mask, str):
-        return (mx.arange(length) <= mx.arange(length - rows, length)[:, None])[None, None]
-    if mask.dtype != mx.bool_ or (mask.ndim == 4 and mask.shape[1] != 1):
-        raise NotImplementedError("masks other than a boolean one for all heads")
-    return mask.reshape(-1, 1, *mask.shape[-2:])
-
-
 def _filled(
     keys: mx.array, values: mx.array, seen: mx.array, before: int, after: int
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -106,6 +93,7 @@ def _filled(
 
 
 def _by_kernel(
+    kernel: Rival,
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
@@ -114,12 +102,12 @@ def _by_kernel(
     start: int,
     paths: RowLengths | None,
 ) -> mx.array:
-    """Attention by the CUDA kernel, whose parts begin at multiples of `MOST_KEYS`."""
-    keys, values, seen = _filled(keys, values, seen, start % MOST_KEYS, 0)
+    """Attention by a kernel, whose parts begin at multiples of their size."""
+    keys, values, seen = _filled(keys, values, seen, start % kernel.part, 0)
     if paths is None:
-        return compute(queries, keys, values, scale, seen)
+        return kernel.attention(queries, keys, values, scale, seen)
     queries, keys, values, seen = _along_paths(queries, keys, values, seen, paths, 0)
-    return compute(queries, keys, values, scale, seen).transpose(2, 1, 0, 3)
+    return kernel.attention(queries, keys, values, scale, seen).transpose(2, 1, 0, 3)
 
 
 def _over(

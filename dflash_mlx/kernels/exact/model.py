@@ -10,19 +10,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.caches.rows import RowKVCache, Rows, fits
+from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.caches.tree_rows import branched
-from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hooks import renamed, subclassed
-from dflash_mlx.kernels.attention import Mask
-from dflash_mlx.kernels.exact.attention import NAME, ROWS, Blocks, as_array, attention_in, compare_attention
+from dflash_mlx.kernels.attention import NAME, Mask, as_array, attention_layers, set_attention
+from dflash_mlx.kernels.exact.attention import ROWS, Blocks, attention_in, compare_attention
 from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, largest_difference
 from dflash_mlx.kernels.exact.layers import EXACT_KINDS, KernelLinear, compare_products, kind_of_product, set_exact
-from dflash_mlx.kernels.few_rows_attention import attention_layers, attention_works
+from dflash_mlx.kernels.exact.recurrence import convolutions, exact_convolution, recurrences, without_recurrence
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work
+from dflash_mlx.kernels.rows_attention.layers import Heads, Rival, rivals, works
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.loading import activation_dtype
 from dflash_mlx.targets.target import Target
@@ -49,15 +49,14 @@ def make_exact(
 ) -> str:
     """Have each row of a target's passes come out the same, bit for bit, whatever is computed with it.
 
-    kernels=False leaves out the CUDA kernels for few rows. Returns what was found, in a line. Raises UsageError where
+    kernels=False leaves out the kernels for few rows. Returns what was found, in a line. Raises UsageError where
     the target computes in a way that cannot be made so.
     """
     if report is not None:
         report("looking for ways to compute each token alike", None)
     uses = find_uses(target)
     kinds: dict[Any, Agreement] = {}
-    kernels = kernels and backend().kind == "cuda"
-    by_kernel = _layers_of_kernel(target, uses) if kernels else set[int]()
+    by_kernel = _layers_of_kernel(target, uses) if kernels and backend().kind == "cuda" else set[int]()
     for layer, dtype in uses.layers.values():
         if id(layer) in by_kernel:
             layer.__class__ = KernelLinear
@@ -68,9 +67,11 @@ def make_exact(
         if not kinds[kind].sizes:
             raise _refusal(f"{type(layer).__name__}, which does not give the same numbers twice")
         set_exact(layer, kinds[kind].sizes)
-    attend = attention_in(attention_blocks(uses), kernel=kernels and _attention_kernel_works(target, uses))
-    for layer in attention_layers(target.model):
-        layer.__class__ = renamed(type(layer), NAME, attend)
+    use_kernels = kernels and backend().kind != "cpu"
+    attend = attention_in(attention_blocks(uses), kernels=_attention_kernels(target, uses) if use_kernels else ())
+    set_attention(attention_layers(target.model), attend)
+    for layer in convolutions(target.model):
+        layer.__class__ = exact_convolution(type(layer))
     target.kernels = "exact"
     if not target.takes_rows():
         raise _refusal("code that answers one prompt at a time")
@@ -98,10 +99,11 @@ def _layers_of_kernel(target: Target, uses: Uses) -> set[int]:
     return {id(layer) for layer, dtype in found if works[dtype] and layer["weight"].dtype == dtype}
 
 
-def _attention_kernel_works(target: Target, uses: Uses) -> bool:
-    """Whether the CUDA kernel for few rows computes attention right here, for heads that it was made for."""
+def _attention_kernels(target: Target, uses: Uses) -> tuple[Rival, ...]:
+    """The kernels that give a row the same numbers whatever the others are, and compute these attentions right here."""
     dtype = activation_dtype(target.model)
-    return all(attention_works(dtype, head_dim) for _, _, head_dim, _ in uses.attentions)
+    kinds = [Heads(*attention[:3], dtype) for attention in uses.attentions]
+    return tuple(one for one in rivals().values() if one.part and all(works(one, heads) for heads in kinds))
 
 
 def find_uses(target: Target) -> Uses:
@@ -110,7 +112,7 @@ def find_uses(target: Target) -> Uses:
     Raises UsageError with the name of what cannot be made exact.
     """
     caches = target.make_cache()
-    if not fits(caches) or any(isinstance(leaf, ArraysCache) for leaf in leaves(caches)):
+    if not fits(caches):
         raise _refusal(f"another memory than keys and values ({', '.join(sorted({type(c).__name__ for c in caches}))})")
     uses, rows = Uses(), Rows.blank(target.blank_caches, 1, 2)
     layers = [layer for layer in target.model.modules() if type(layer) in EXACT_KINDS]
@@ -119,6 +121,8 @@ def find_uses(target: Target) -> Uses:
         with (
             subclassed(layers, _noting, notes={_NOTES: [uses] * len(layers)}),
             subclassed(attention_layers(target.model), lambda kind: renamed(kind, NAME, attention)),
+            subclassed(convolutions(target.model), exact_convolution),
+            subclassed(recurrences(target.model), without_recurrence),
         ):
             logits = target.forward(mx.zeros((1, 2), dtype=mx.int32), rows.layers)
     except NotImplementedError as error:
@@ -182,12 +186,15 @@ def differences(target: Target) -> dict[str, float]:
     rng = np.random.default_rng(0)
     tokens = mx.array(rng.integers(0, target.vocab_size, (2, len(_TREE_DEPTHS))))
     count = len(_TREE_PATH)
-    blank = Rows.blank(target.blank_caches, 1, _BEFORE).take_arrays()
-    context = [mx.array(rng.standard_normal(a.shape, dtype=np.float32)).astype(a.dtype)[:, :, :_BEFORE] for a in blank]
+    blank = Rows.blank(target.blank_caches, 1, _BEFORE)
+    context = [_random_like(array, rng)[:, :, :_BEFORE] for array in blank.take_arrays()]
+    memory = [[_random_like(array, rng) for array in state.cache] for state in blank.states]
 
     def rows(answers: int = 1, room: int = _ROOM) -> Rows:
         """Rows whose last answer has the context, and the others its first half, turned round."""
         found = Rows.blank(target.blank_caches, answers, room)
+        for state, parts in zip(found.states, memory, strict=True):
+            state.cache = [mx.concatenate([-part] * (answers - 1) + [part]) for part in parts]
         arrays = found.take_arrays()
         for array, part in zip(arrays, context, strict=True):
             array[:, :, : _BEFORE // 2] = -part[:, :, : _BEFORE // 2]
@@ -212,13 +219,29 @@ def differences(target: Target) -> dict[str, float]:
         "several tokens at once": target.forward(tokens[-1:], rows().layers)[0, :count],
         "other answers beside it": target.forward(tokens, rows(2, _MORE_ROOM).layers)[-1, :count],
     }
-    rows().give_back(0, _BEFORE, single)
+    rows().give_back(0, _BEFORE, single, states=memory)
     found["prompts that are read"] = mx.concatenate(
         [target.forward(part, single)[0] for part in (tokens[-1:, :1], tokens[-1:, 1:count])]
     )
     if target.takes_trees():
         found["trees of drafts"] = _tree(target, rows(), tokens[-1, :count])
+    if memory:
+        found["blocks that are kept in part"] = _kept(target, rows(2), tokens, count)
     return {what: largest_difference(logits, expected) for what, logits in found.items()}
+
+
+def _random_like(array: mx.array, rng: np.random.Generator) -> mx.array:
+    return mx.array(rng.standard_normal(array.shape, dtype=np.float32)).astype(array.dtype)
+
+
+def _kept(target: Target, rows: Rows, tokens: mx.array, count: int) -> mx.array:
+    """The last answer's logits for its first tokens (2, L), of which all but one were kept of a block of more."""
+    batch, model, fed = BatchCaches(rows, target.layers), target.pass_for(()), tokens.shape[1]
+    at, kept = rows.lengths.value, [fed - 1, count - 1]
+    block, _ = batch.feed(model, tokens, at=at, room=_ROOM)
+    batch.commit(fed, kept)
+    last, _ = batch.feed(model, tokens[:, count - 1 : count], at=at + mx.array(kept), room=_ROOM)
+    return mx.concatenate([block[-1, : count - 1], last[-1]])
 
 
 def _tree(target: Target, rows: Rows, tokens: mx.array) -> mx.array:

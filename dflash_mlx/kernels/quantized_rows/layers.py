@@ -7,17 +7,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.kernels.quantized_rows.product import MOST_ROWS, Matrix, fits, multiply, source
-from dflash_mlx.kernels.race import Verdict, Verdicts, race
+from dflash_mlx.kernels.quantized_rows.product import MOST_ROWS, Matrix, fits, multiply
+from dflash_mlx.kernels.race import Report, Verdict, Verdicts, in_words, one_by_one, race, repeats
+from dflash_mlx.kernels.sources import source
 from dflash_mlx.runtime import backend
 
 _STATE = "_dflash_quantized_rows"
-# Layers that a race multiplies with: so many that their weights are read from memory, not from a cache.
-_LAYERS, _BYTES = 16, 100_000_000
 # Matrices of common models (columns, depth) that `doctor --kernels` races: attention's, feed-forward, a vocabulary.
 _TYPICAL = ((1024, 4096), (4096, 4096), (12288, 4096), (4096, 12288), (151936, 2560))
 
-Report = Callable[[str, float | None], None]
 # weight, scales, biases
 Weights = tuple[mx.array, mx.array, mx.array]
 
@@ -89,39 +87,30 @@ def use_where_faster(
 
     Returns what is used, in words that change with it, and notes on races that something odd ended.
     """
-    verdicts, used = known_verdicts(), []
-    odd: dict[str, list[Matrix]] = {}
-    for matrix, layers in matrices(models, head=head).items():
-        verdict = verdicts.get(str(matrix))
-        if verdict is None:
-            if report is not None:
-                report("measuring kernels on this machine (once for this kind of model)", None)
-            verdict = race_matrix(matrix, [_weights(layer) for layer in layers])
-            verdicts.put(str(matrix), verdict)
-        use(layers, verdict.used_for())
-        if any(verdict.used_for()):
-            used.append(f"{matrix}: {','.join(str(rows) for rows, on in enumerate(verdict.used_for()) if on)}")
-        if verdict.note:
-            odd.setdefault(verdict.note, []).append(matrix)
-    return "; ".join(used), [_note(*each) for each in odd.items()]
+    found, words = matrices(models, head=head), []
+    races = {str(matrix): partial(race_matrix, matrix, list(map(_weights, found[matrix]))) for matrix in found}
+    verdicts, notes = known_verdicts().complete(races, report)
+    for matrix, layers in found.items():
+        used = verdicts[str(matrix)].used_for()
+        use(layers, used)
+        if any(used):
+            words.append(in_words(str(matrix), (rows for rows, on in enumerate(used) if on)))
+    return "; ".join(words), notes
 
 
-def _note(what: str, matrices: Sequence[Matrix]) -> str:
-    others = f" and {len(matrices) - 1} other kinds of matrices" if len(matrices) > 1 else ""
-    return f"a kernel is not used where its race came to no end, for {matrices[0]}{others}: {what}"
+def races_typical() -> dict[str, Callable[[], Verdict]]:
+    """Races for matrices of common models, by what they are about."""
+    matrices = [
+        Matrix(columns, depth, bits, 64, dtype)
+        for dtype in (mx.bfloat16, mx.float16)
+        for bits in (4, 8)
+        for columns, depth in _TYPICAL
+    ]
+    return {str(matrix): partial(_race_random, matrix) for matrix in matrices}
 
 
-def race_typical(report: Report | None = None) -> dict[Matrix, Verdict]:
-    """The kernel against MLX's own operation, for matrices of common models, anew."""
-    found: dict[Matrix, Verdict] = {}
-    for dtype in (mx.bfloat16, mx.float16):
-        for bits in (4, 8):
-            for columns, depth in _TYPICAL:
-                matrix = Matrix(columns, depth, bits, 64, dtype)
-                if report is not None:
-                    report(f"racing {matrix}", len(found) / (4 * len(_TYPICAL)))
-                found[matrix] = race_matrix(matrix, [random_weights(matrix, seed) for seed in range(_needed(matrix))])
-    return found
+def _race_random(matrix: Matrix) -> Verdict:
+    return race_matrix(matrix, [random_weights(matrix, seed) for seed in range(_needed(matrix))])
 
 
 def race_matrix(matrix: Matrix, weights: Sequence[Weights]) -> Verdict:
@@ -129,18 +118,11 @@ def race_matrix(matrix: Matrix, weights: Sequence[Weights]) -> Verdict:
     weights = list(weights)[: _needed(matrix)]
     options: dict[str, Any] = {"group_size": matrix.group_size, "bits": matrix.bits}
 
-    def in_turns(product: Callable[..., mx.array], x: mx.array) -> list[mx.array]:
-        found = []
-        for parts in weights:
-            found.append(product(x, *parts))
-            x = _wait(x, found[-1])
-        return found
-
     def ordinary(x: mx.array) -> list[mx.array]:
-        return in_turns(partial(mx.quantized_matmul, transpose=True, **options), x)
+        return one_by_one(partial(mx.quantized_matmul, transpose=True, **options), x, weights)
 
     def own(x: mx.array) -> list[mx.array]:
-        return in_turns(partial(multiply, **options), x)
+        return one_by_one(partial(multiply, **options), x, weights)
 
     def inputs(rows: int) -> mx.array:
         assert rows <= MOST_ROWS
@@ -149,12 +131,6 @@ def race_matrix(matrix: Matrix, weights: Sequence[Weights]) -> Verdict:
         return x
 
     return race(ordinary, own, inputs)
-
-
-@mx.compile
-def _wait(x: mx.array, product: mx.array) -> mx.array:
-    """x as it is, but after a product: as in a model, a GPU cannot compute the next one at the same time."""
-    return x + 0 * product[..., :1]
 
 
 def random_weights(matrix: Matrix, seed: int) -> Weights:
@@ -170,7 +146,8 @@ def random_weights(matrix: Matrix, seed: int) -> Weights:
 
 
 def known_verdicts() -> Verdicts:
-    files = ("kernel.cu", "matrix_units.cu") if backend().kind == "cuda" else ("kernel.metal",)
+    cuda = "quantized_rows/kernel.cu", "matrix_units.cu"
+    files = cuda if backend().kind == "cuda" else ("quantized_rows/kernel.metal",)
     return Verdicts("quantized_rows", "".join(map(source, files)))
 
 
@@ -179,4 +156,4 @@ def _weights(layer: Any) -> Weights:
 
 
 def _needed(matrix: Matrix) -> int:
-    return max(1, min(_LAYERS, -(-_BYTES * 8 // (matrix.columns * matrix.depth * matrix.bits))))
+    return repeats(matrix.columns * matrix.depth * matrix.bits // 8)

@@ -1,16 +1,15 @@
 """Launching the kernel for a few rows times a quantized matrix, and what it was made for."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from dflash_mlx.kernels.sources import source
 from dflash_mlx.runtime import backend
 
 # More rows than this are computed better by MLX's kernels, which have tiles of 32.
 MOST_ROWS = 32
-_SOURCES = Path(__file__).parent
 
 
 class Matrix(NamedTuple):
@@ -107,10 +106,5 @@ def _kernel(file: str) -> dict[str, Any]:
         "name": "dflash_quantized_rows",
         "input_names": ["x", "w", "scales", "biases"],
         "output_names": ["y"],
-        "source": source(file),
+        "source": source(f"quantized_rows/{file}"),
     }
-
-
-def source(file: str) -> str:
-    """The text of a file beside this one."""
-    return (_SOURCES / file).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Attention of few rows by a kernel of our own: its source, run on the CPU, against MLX's attention."""
+"""Attention of few rows in one launch: the CUDA kernel's source, run on the CPU, against MLX's attention."""
 
 import mlx.core as mx
 import numpy as np
@@ -7,8 +7,11 @@ from kernels.cuda_on_cpu import CudaKernel, needs_compiler
 from mlx_lm.models.base import scaled_dot_product_attention
 from tiny import FAMILIES, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
-from dflash_mlx.kernels import few_rows_attention
-from dflash_mlx.kernels.few_rows_attention import MOST_KEYS, MOST_ROWS, attend, attention_layers, fits, set_attention
+from dflash_mlx.kernels.attention import attention_layers, instead_of_ordinary, set_attention
+from dflash_mlx.kernels.rows_attention import one_launch
+from dflash_mlx.kernels.rows_attention.masks import MASK
+from dflash_mlx.kernels.rows_attention.one_launch import attention, made_for
+from dflash_mlx.kernels.sources import source
 from dflash_mlx.policy.width import FixedWidth
 
 
@@ -29,9 +32,9 @@ def launched(monkeypatch, tmp_path_factory):
         return launch
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", make)
-    few_rows_attention._kernel.cache_clear()
+    one_launch._kernel.cache_clear()
     yield shapes
-    few_rows_attention._kernel.cache_clear()
+    one_launch._kernel.cache_clear()
 
 
 def masks(batch, rows, keys, rng):
@@ -55,15 +58,13 @@ def masks(batch, rows, keys, rng):
     ],
 )
 def test_the_kernel_computes_attention(kind, batch, heads, kv_heads, head_dim, rows, keys, launched):
-    if rows == 1 and kind in ("causal", "none"):
-        pytest.skip("of a single row without a mask MLX makes one launch itself")
     rng = np.random.default_rng(rows * keys)
     queries = mx.array(rng.standard_normal((batch, heads, rows, head_dim), dtype=np.float32))
     k, v = (mx.array(rng.standard_normal((batch, kv_heads, keys, head_dim), dtype=np.float32)) for _ in range(2))
     mask = masks(batch, rows, keys, rng)[kind]
     for dtype, tolerance in ((mx.float32, 1e-5), (mx.bfloat16, 0.02)):
         given = [x.astype(dtype) for x in (queries, k, v)]
-        found = attend(*given, None, 0.3, mask)
+        found = attention(*given, 0.3, mask)
         exact = scaled_dot_product_attention(*[x.astype(mx.float32) for x in given], cache=None, scale=0.3, mask=mask)
         assert found.shape == exact.shape
         assert found.dtype == dtype
@@ -75,8 +76,8 @@ def test_the_kernel_computes_attention(kind, batch, heads, kv_heads, head_dim, r
 @pytest.mark.parametrize("keys", [32, 33, 100])
 def test_more_keys_than_a_part_holds(keys, launched, monkeypatch):
     """Some rows see nothing of the first parts, or of the last ones."""
-    constants = [(name, 32 if name == "MOST_KEYS" else value) for name, value in few_rows_attention._CONSTANTS]
-    monkeypatch.setattr(few_rows_attention, "_CONSTANTS", constants)
+    constants = [(name, 32 if name == "MOST_KEYS" else value) for name, value in one_launch._CONSTANTS]
+    monkeypatch.setattr(one_launch, "_CONSTANTS", constants)
     rng = np.random.default_rng(keys)
     queries, k, v = (
         mx.array(rng.standard_normal((2, heads, count, 16), dtype=np.float32))
@@ -85,7 +86,7 @@ def test_more_keys_than_a_part_holds(keys, launched, monkeypatch):
     places = mx.arange(keys)
     seen = mx.stack([(places >= first) & (places < first + 20) for first in (0, 5, 12, 20, 60, 70, 80)])
     seen = mx.broadcast_to((seen | (places == keys - 1) if keys < 90 else seen)[None, None], (2, 1, 7, keys))
-    found = few_rows_attention.compute(queries, k, v, 0.3, seen)
+    found = attention(queries, k, v, 0.3, seen)
     expected = scaled_dot_product_attention(queries, k, v, cache=None, scale=0.3, mask=seen)
     assert mx.abs(found - expected).max() < 1e-5
 
@@ -101,7 +102,7 @@ def test_the_kernel_reads_its_inputs_where_they_lie(aligned, tmp_path):
         name="strides",
         input_names=["q", "k", "v", "settings", "mask"],
         output_names=["out"],
-        source=few_rows_attention._SOURCE,
+        source=source("rows_attention/one_launch.cu"),
         ensure_row_contiguous=False,
     )
     q = rng.standard_normal((batch, rows, heads, head_dim), dtype=np.float32).transpose(0, 2, 1, 3)
@@ -113,8 +114,8 @@ def test_the_kernel_reads_its_inputs_where_they_lie(aligned, tmp_path):
     mask = (rng.random((batch, 1, keys, rows)) > 0.3).swapaxes(2, 3)
     mask[..., 0] = True
     (found,) = made(
-        inputs=[q, k, v, np.array([0.25, few_rows_attention._MASK], dtype=np.float32), mask],
-        template=[("T", mx.float32), ("D", head_dim), *few_rows_attention._CONSTANTS],
+        inputs=[q, k, v, np.array([0.25, MASK], dtype=np.float32), mask],
+        template=[("T", mx.float32), ("D", head_dim), *one_launch._CONSTANTS],
         grid=(heads * 256, rows, batch),
         threadgroup=(256, 1, 1),
         output_shapes=[(batch, rows, heads, head_dim)],
@@ -134,55 +135,16 @@ def test_answers_stay_the_same(family, places, launched):
     target, drafter = tiny_target(family), tiny_drafter(head_dim=16)
     prompt = [5, 6, 7]
     expected = plain_tokens(target, prompt, 6)
-    layers = attention_layers(target.model) + attention_layers(drafter)
-    set_attention(layers, kernel=True)
+    set_attention(attention_layers(target.model) + attention_layers(drafter), instead_of_ordinary(attention))
     assert drafted_tokens(target, drafter, prompt, 6, FixedWidth(4, places=places)) == expected
     assert (1, 4, 5, 16) in {tuple(shape) for shape in launched}
 
 
-def test_layers_become_what_they_were():
-    target = tiny_target("llama")
-    layers = attention_layers(target.model)
-    kinds = [type(layer) for layer in layers]
-    assert len(layers) == len(target.layers)
-    names = target.parameter_names()
-    for _ in range(2):
-        set_attention(layers, kernel=True)
-        assert all(type(layer).__base__ is kind for layer, kind in zip(layers, kinds, strict=True))
-        assert target.parameter_names() == names
-    assert attention_layers(target.model) == layers
-    set_attention(layers, kernel=False)
-    assert [type(layer) for layer in layers] == kinds
+def test_what_the_kernel_was_made_for():
+    def fits(heads=4, groups=2, head_dim=16, value_dim=16, dtype=mx.float32):
+        q, k, v = (mx.ones((1, n, 3, d)) for n, d in ((heads, head_dim), (groups, head_dim), (groups, value_dim)))
+        return made_for(q.astype(dtype), k, v)
 
-
-def test_what_the_kernel_was_not_made_for_goes_the_ordinary_way(launched):
-    def call(rows=4, keys=9, head_dim=16, batch=1, mask="causal", dtype=mx.float32, heads=2, **others):
-        q = mx.ones((batch, heads, rows, head_dim), dtype=dtype)
-        k = mx.ones((batch, 1, keys, head_dim), dtype=others.pop("key_dtype", dtype))
-        return q, k, k, others.pop("cache", None), 0.5, mask, *others.values()
-
-    ordinary = [
-        call(rows=1, mask=None),
-        call(head_dim=24),
-        call(head_dim=8),
-        call(mask=mx.zeros((4, 9))),
-        call(mask=mx.ones((4, 9), dtype=mx.bool_)),
-        call(batch=2, mask=mx.ones((1, 1, 4, 9), dtype=mx.bool_)),
-        call(mask=mx.ones((9,), dtype=mx.bool_)),
-        call(sinks=mx.zeros((2,))),
-        call(rows=MOST_ROWS + 1, keys=100, mask=None),
-        call(keys=MOST_KEYS + 1),
-        call(rows=16, keys=4000, heads=64, head_dim=64),
-        call(rows=9, keys=4, mask=None),
-        call(key_dtype=mx.bfloat16),
-    ]
-    for arguments in ordinary:
-        found = attend(*arguments)
-        q, k, v, cache, scale, mask, *sinks = arguments
-        expected = scaled_dot_product_attention(
-            q, k, v, cache=cache, scale=scale, mask=mask, sinks=(sinks or [None])[0]
-        )
-        assert mx.array_equal(found, expected)
-    assert launched == []
-    q, k, v, _, _, mask = call()
-    assert fits(q, k, v, mask)
+    assert fits()
+    for change in ({"head_dim": 24}, {"head_dim": 8}, {"value_dim": 32}, {"heads": 3}, {"dtype": mx.float16}):
+        assert not fits(**change)
