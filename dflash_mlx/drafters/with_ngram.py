@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.drafters.contract import Drafted, Drafter, DraftState, DraftVocabulary, Outlook, Writer
+from dflash_mlx.drafters.contract import Drafted, Drafter, DraftState, DraftVocabulary, Outlook, Proposal, Writer
 from dflash_mlx.drafters.ngram import Lookup, NgramState
 from dflash_mlx.targets.target import Target
 
@@ -21,8 +21,7 @@ _MARGIN = 1.3
 class WithNgram:
     """See `contract.Drafter`. Everything but the choice in a round is the drafter's own."""
 
-    # What the text says of a place is no distribution.
-    allows_rejection = drafts_on_host = False
+    drafts_on_host = False
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -41,6 +40,10 @@ class WithNgram:
         return self.drafter.supports_trees
 
     @property
+    def allows_rejection(self) -> bool:
+        return self.drafter.allows_rejection
+
+    @property
     def networks(self) -> Sequence[nn.Module]:
         return self.drafter.networks
 
@@ -54,10 +57,13 @@ class WithNgram:
         self.drafter.read(target, tokens, features, caches)
 
     def open(self, target: Target, caches: list[Any], length: int) -> "WithNgramState":
-        return WithNgramState(self.drafter.open(target, caches, length), places=self.places)
+        return self._state(target, self.drafter.open(target, caches, length))
 
     def blank(self, target: Target, rows: int, positions: int) -> "WithNgramState":
-        return WithNgramState(self.drafter.blank(target, rows, positions), places=self.places)
+        return self._state(target, self.drafter.blank(target, rows, positions))
+
+    def _state(self, target: Target, inner: DraftState) -> "WithNgramState":
+        return WithNgramState(inner, places=self.places, vocab_size=target.vocab_size)
 
     def rehearsal(self) -> Drafter:
         return self.drafter.rehearsal()
@@ -66,8 +72,9 @@ class WithNgram:
 class WithNgramState:
     """See `contract.DraftState`; `inner` is the drafter's. places: the most tokens drafted for a round."""
 
-    def __init__(self, inner: DraftState, *, places: int) -> None:
-        self.inner, self.text, self._places = inner, NgramState(always=False), places
+    def __init__(self, inner: DraftState, *, places: int, vocab_size: int) -> None:
+        self.inner, self.text = inner, NgramState(always=False)
+        self._places, self._vocab_size = places, vocab_size
         self._kept: WeakKeyDictionary[Writer, _Kept] = WeakKeyDictionary()
 
     @property
@@ -94,6 +101,8 @@ class WithNgramState:
         if not any(chosen):
             return self.inner.propose(writers, anchors, at, places, room=room)
         of_text = self.text.propose(writers, anchors, at, places, room=room)
+        if any(not writer.is_plain_greedy for writer in writers):
+            of_text.proposals = [self._certain(tokens) for tokens in of_text.tokens]
         if all(chosen):
             return of_text
         drafted = self.inner.propose(writers, anchors, at, places, room=room)
@@ -103,7 +112,17 @@ class WithNgramState:
         return Drafted(
             mx.where(rows, of_text.tokens, drafted.tokens),
             log_probs=mx.where(rows, of_text.log_probs, drafted.confidence),
+            proposals=[
+                text if by_text else own
+                for by_text, text, own in zip(chosen, of_text.proposals, drafted.proposals, strict=True)
+            ]
+            if of_text.proposals and drafted.proposals
+            else None,
         )
+
+    def _certain(self, tokens: mx.array) -> Proposal:
+        """Drafts (W,) that were not drawn: the text has no other."""
+        return Proposal(tokens, (mx.arange(self._vocab_size) == tokens[:, None]).astype(mx.float32))
 
     def withdraw(self) -> None:
         self.inner.withdraw()

@@ -20,8 +20,8 @@ from dflash_mlx.policy.width import FADE, FEW_WIDTHS, AcceptanceEstimate
 # From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait: the
 # host has much to do for many lanes, and then does it while the device is idle.
 _STEEP = 2.0
-# Drafting, or another width, must promise this many times as much: a GPU compiles again for another shape, and lanes
-# that join have more to bring along.
+# Drafting, or another width, must promise so many times as much: a GPU compiles anew for another shape, and lanes that
+# join have more to bring along.
 _WORTH = 1.1
 # After this many rounds whose drafts were not worth it, this many are made without drafting; more each time.
 _MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 16, 256

@@ -39,8 +39,8 @@ def load_target(folder: Path, *, dtype: str, group: Group | None = None) -> tupl
         check_divisible(config, group.size)
     try:
         model, config = load_model(folder, lazy=True)
-    except (FileNotFoundError, *WRONG_VALUES) as error:
-        what = textwrap.shorten(str(error), 300)
+    except (FileNotFoundError, AssertionError, *WRONG_VALUES) as error:
+        what = textwrap.shorten(str(error), 300) or "its config.json does not fit together."
         raise CheckpointError(f"cannot load the model in {folder}: {what}") from error
     wanted = resolve_dtype(dtype, model_dtype=activation_dtype(model))
     if keeps_quantized(model, wanted):

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
+import test_sampling
 from drafters.test_ngram import SimpleText, circling
 from test_sampling import VOCAB
 from test_stepwise import KINDS, anew
 from tiny import HIDDEN, LAYERS, plain_tokens, randomize, tiny_drafter, tiny_target
 from tiny_families import unavailable
 
-from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.accept import Coupled, Greedy, Rejection
 from dflash_mlx.decoding.decode import decode, prefill
 from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.lane import Lane
@@ -24,6 +25,7 @@ from dflash_mlx.drafters.stepwise import StepwiseState
 from dflash_mlx.drafters.with_ngram import WithNgram, WithNgramState
 from dflash_mlx.policy.group import FixedGroup
 from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.sampling import SamplingParams
 
 REPEATS, NEW = [*range(1, 20), *range(1, 12)], [*range(1, 20)]
 
@@ -54,7 +56,7 @@ def proposed(state, *texts):
 
 
 def test_a_text_that_repeats_itself_is_drafted_from_without_the_drafter():
-    state = WithNgramState(Inner(), places=15)
+    state = WithNgramState(Inner(), places=15, vocab_size=100)
     drafted, writers = proposed(state, REPEATS)
     assert drafted.tokens.tolist() == [[12, 13, 14]]
     assert state.inner.asked == 0
@@ -62,7 +64,7 @@ def test_a_text_that_repeats_itself_is_drafted_from_without_the_drafter():
 
 
 def test_a_new_text_is_the_drafters():
-    state = WithNgramState(Inner(), places=15)
+    state = WithNgramState(Inner(), places=15, vocab_size=100)
     drafted, writers = proposed(state, NEW)
     assert drafted.tokens.tolist() == [[70, 71, 72]]
     assert drafted.logits is not None
@@ -70,7 +72,7 @@ def test_a_new_text_is_the_drafters():
 
 
 def test_answers_together_draft_in_different_ways():
-    state = WithNgramState(Inner(), places=15)
+    state = WithNgramState(Inner(), places=15, vocab_size=100)
     drafted, writers = proposed(state, NEW, REPEATS)
     assert drafted.tokens.tolist() == [[70, 71, 72], [12, 13, 14]]
     chances = np.exp(np.array(drafted.confidence))
@@ -80,7 +82,7 @@ def test_answers_together_draft_in_different_ways():
 
 
 def test_a_drafter_that_keeps_more_is_preferred():
-    state = WithNgramState(Inner(), places=15)
+    state = WithNgramState(Inner(), places=15, vocab_size=100)
     text = [1, 2, 3, 4, 5, 6, 60]
     writer, zeros = SimpleText(text), mx.zeros((1,))
     for start in range(200, 400, 20):
@@ -95,7 +97,7 @@ def test_a_drafter_that_keeps_more_is_preferred():
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_text_that_promised_too_much_is_believed_less(goes_on):
     """The same 12 tokens come again and again; what comes after them is the same, too, or new each time."""
-    state = WithNgramState(Inner(), places=15)
+    state = WithNgramState(Inner(), places=15, vocab_size=100)
     text: list[int] = [*range(1, 13), 90, *range(50, 70)]
     writer, zeros = SimpleText(text), mx.zeros((1,))
     for i in range(6):
@@ -208,3 +210,25 @@ def test_a_drafter_goes_on_from_what_was_kept_of_the_texts_drafts(monkeypatch):
         text = truth[first][: at + 1]
         expected, _ = anew(target, model, text, len(tokens), lambda logits, place: best_tokens(logits, None))
         assert tokens == expected
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_sampling_keeps_the_targets_distribution(seeded, monkeypatch):
+    """Whether a round's drafts are the text's, which were not drawn, or the drafter's, which were."""
+    rounds = {True: 0, False: 0}
+
+    def by_turns(state, writer):
+        by_text = len(state.text.lookup(writer).tokens) % 2 == 0
+        rounds[by_text] += 1
+        return by_text
+
+    monkeypatch.setattr(WithNgramState, "_prefers_text", by_turns)
+    params, runs = SamplingParams(temperature=0.8, seed=1 if seeded else None), 1200
+    target = tiny_target("llama", seed=3, vocab_size=VOCAB, num_hidden_layers=1)
+    one_layer = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "num_target_layers": 1}
+    drafter = WithNgram(tiny_drafter(block_size=4, taps=(0,), vocab_size=VOCAB, **one_layer))
+    assert drafter.allows_rejection
+    strategy = Coupled if seeded else Rejection
+    counts = test_sampling.sample(target, drafter, params, runs, lambda run: strategy(params, seed=run))
+    assert test_sampling.chi_square_p(counts, test_sampling.exact_joint(target, params), runs) > 1e-3
+    assert min(rounds.values()) > runs / 2

@@ -22,7 +22,8 @@ from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.generation import generate, generate_many, stream_generate, stream_many
 from dflash_mlx.hub.download import ensure_model
 from dflash_mlx.hub.registry import ModelSource, find_pair
-from dflash_mlx.pair import ModelPair, load_pair
+from dflash_mlx.loading import load_pair
+from dflash_mlx.pair import ModelPair
 from dflash_mlx.ranks.group import leave_group
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.loading import load_target
