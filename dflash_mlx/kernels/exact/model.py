@@ -22,7 +22,7 @@ from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, largest_difference
 from dflash_mlx.kernels.exact.layers import EXACT_KINDS, KernelLinear, compare_products, kind_of_product, set_exact
 from dflash_mlx.kernels.exact.recurrence import convolutions, exact_convolution, recurrences, without_recurrence
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work
-from dflash_mlx.kernels.rows_attention.layers import Heads, Rival, rivals, works
+from dflash_mlx.kernels.rows_attention.layers import Heads, Rival, ways, works
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.loading import activation_dtype
 from dflash_mlx.targets.target import Target
@@ -103,7 +103,7 @@ def _attention_kernels(target: Target, uses: Uses) -> tuple[Rival, ...]:
     """The kernels that give a row the same numbers whatever the others are, and compute these attentions right here."""
     dtype = activation_dtype(target.model)
     kinds = [Heads(*attention[:3], dtype) for attention in uses.attentions]
-    return tuple(one for one in rivals().values() if one.part and all(works(one, heads) for heads in kinds))
+    return tuple(one for one in ways().values() if one.part and all(works(one, heads) for heads in kinds))
 
 
 def find_uses(target: Target) -> Uses:

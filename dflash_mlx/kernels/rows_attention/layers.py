@@ -69,12 +69,20 @@ def in_calls(queries: mx.array, keys: mx.array, values: mx.array, scale: float, 
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
-def rivals() -> dict[str, Rival]:
-    """The ways that are raced against MLX's own on this machine, by their names."""
+def ways() -> dict[str, Rival]:
+    """The ways to compute attention that this machine has besides MLX's own, by their names."""
     two_passes = {"in two passes": Rival(passes.attention, passes.made_for, passes.POSITIONS)}
     if backend().kind == "cuda":
         return {"in one launch": Rival(one_launch.attention, one_launch.made_for, one_launch.MOST_KEYS), **two_passes}
     return {"in calls of a few rows": Rival(in_calls, lambda *_: True, 0), **two_passes}
+
+
+def rivals() -> dict[str, Rival]:
+    """Those that are raced against MLX's own.
+
+    On CUDA not the two passes: to compile them takes seconds for each kind of heads, and their speed is unknown there.
+    """
+    return {name: way for name, way in ways().items() if backend().kind != "cuda" or name != "in two passes"}
 
 
 def heads_used(layers: Sequence[nn.Module], run: Callable[[], object]) -> list[Heads]:
