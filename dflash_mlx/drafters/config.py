@@ -150,12 +150,7 @@ def _parse(raw: dict[str, Any]) -> DraftConfig:
         return value
 
     heads = int(required("num_attention_heads"))
-    layers = int(required("num_hidden_layers"))
-    if layers > _LARGEST["num_hidden_layers"]:
-        raise CheckpointError(
-            "the drafter's config.json names more layers (num_hidden_layers) than any drafter has; expected 1 to "
-            f"{_LARGEST['num_hidden_layers']}. Fetch the folder again."
-        )
+    layers = _layer_count(required("num_hidden_layers"))
     target_layers = optional("num_target_layers", None)
     if target_layers is not None and optional("target_layer_ids", None) is None:
         layer_ids = default_target_layer_ids(int(target_layers), layers)
@@ -222,6 +217,17 @@ def _rope(fields: dict[str, Any], fallback: float) -> Rope:
             "Choose another drafter, or run with --no-draft."
         )
     return Rope(theta, {key: value for key, value in fields.items() if key != "rope_theta"})
+
+
+def _layer_count(value: Any) -> int:
+    """Checked before anything is made for each layer."""
+    count, most = int(value), _LARGEST["num_hidden_layers"]
+    if count > most:
+        raise CheckpointError(
+            "the drafter's config.json names more layers (num_hidden_layers) than any drafter has; expected 1 to "
+            f"{most}. Fetch the folder again."
+        )
+    return count
 
 
 def _layers(raw: dict[str, Any], nested: dict[str, Any], count: int) -> tuple[tuple[str, ...], int | None]:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from dflash_mlx.decoding.tree import Candidates
+from dflash_mlx.policy.confidence import ConfidentWidth
 from dflash_mlx.policy.trees_or_chains import Experience, TreesOrChains
-from dflash_mlx.policy.width import ConfidentWidth, RoundCosts, SteadyWidth
+from dflash_mlx.policy.width import RoundCosts, SteadyWidth
 
 PLACES = 15
 PLAIN = 2.8

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from dflash_mlx.decoding.tree import Candidates
+from dflash_mlx.policy.confidence import Confidence, ConfidentWidth
 from dflash_mlx.policy.pauses import Pauses
 from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, TreesOrChains, choose_policy
 from dflash_mlx.policy.width import (
     AcceptanceEstimate,
-    Confidence,
-    ConfidentWidth,
     FixedWidth,
     RoundCosts,
     SteadyWidth,

@@ -1,0 +1,132 @@
+"""Each round's own drafts, by the drafter's confidence in them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_mlx.decoding.tree import Candidates, DraftTree, Node, grow
+from dflash_mlx.policy.pauses import Patience, Pauses
+from dflash_mlx.policy.width import FADE, RoundCosts
+
+# Drafts for which the drafter's confidence is taken at its word at first.
+_PRIOR_DRAFTS = 20.0
+# How much the worth of drafting a number of places fades in a round: a memory of about 5.
+_PLACES_FADE = 0.8
+
+
+@dataclass
+class Confidence:
+    """What the drafter's own confidence was worth lately. An answer leaves it to the next one.
+
+    kept, promised: drafts that were kept, and how many its probabilities promised, decayed sums: sampling keeps fewer.
+    values: what a round was worth on average if it drafted 0, 1, 2, ... places, in tokens, its time subtracted.
+    """
+
+    kept: float = _PRIOR_DRAFTS
+    promised: float = _PRIOR_DRAFTS
+    values: np.ndarray | None = None
+
+    @property
+    def calibration(self) -> float:
+        """What a probability of the drafter's was worth lately: drafts kept by drafts promised."""
+        return self.kept / self.promised
+
+    def observe(self, kept: float, promised: float) -> None:
+        self.kept = FADE * self.kept + kept
+        self.promised = FADE * self.promised + promised
+
+
+class ConfidentWidth:
+    """Each round's own drafts: the likeliest ones, as long as they are likely enough to be worth their time.
+
+    The drafter's probability of a token is close to the rate at which the target keeps it, so a path's chance is the
+    product of its probabilities, and the chances of all drafts add up to the number that is kept. A round should
+    maximize expected tokens - speed * seconds, where speed is the answer's tokens a second so far (the rule that
+    maximizes tokens a second in the long run).
+
+    Drafting costs time, too: as many places are drafted as would have been worth most in the last rounds. Where width
+    costs little, all places are drafted, and only numbers of drafts are verified that were measured: a GPU may compile
+    anew for each.
+    """
+
+    reads_confidence = True
+
+    def __init__(
+        self,
+        costs: RoundCosts,
+        places: int,
+        confidence: Confidence | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        """places: the most that the drafter can draft."""
+        self.costs, self.places = costs, places
+        self.branches = costs.places > 0
+        self.widest = max(costs.round_seconds) if self.branches else places
+        self.confidence = confidence or Confidence()
+        self.pauses = Pauses(patience)
+        self._in_flight: DraftTree | None = None
+        # Tokens that the last choice promised.
+        self.expected = 1.0
+
+    def next_width(self) -> int:
+        if self.pauses.take_rest():
+            return 0
+        if not self.costs.steep:
+            return self.places
+        values = self.confidence.values
+        if values is None:
+            return self.places // 2
+        return 1 + int(np.argmax(values[1:]))
+
+    def choose(self, candidates: Candidates) -> DraftTree:
+        drafted = candidates.depth
+        # Plain rounds are always to be had.
+        speed = max(self.pauses.speed, 1.0 / self.costs.plain)
+        nodes: list[Node] = []
+        best, expected = 0, 1.0
+        highest = expected - speed * self.costs.round(0, drafted=drafted)
+        for node in grow(candidates, scale=self.confidence.calibration):
+            if len(nodes) == self.widest or node.chance == 0:
+                break
+            nodes.append(node)
+            expected += node.chance
+            value = expected - speed * self.costs.round(len(nodes), drafted=drafted)
+            if value > highest and (self.costs.steep or len(nodes) in self.costs.round_seconds):
+                best, highest = len(nodes), value
+        tree = DraftTree.of(nodes[:best], candidates)
+        self.expected = 1.0 + sum(node.chance for node in nodes[:best])
+        if drafted and self.costs.steep:
+            self._weigh_places(candidates, speed)
+        self._in_flight = tree
+        return tree
+
+    def _weigh_places(self, candidates: Candidates, speed: float) -> None:
+        """Note what drafting any number of places would have been worth in this round, with chains.
+
+        Places that were not drafted are taken to be as sure as the last one that was.
+        """
+        now, costs, places = self.confidence, self.costs, range(self.places + 1)
+        sure = np.minimum(np.exp(candidates.log_probs[:, 0].astype(np.float64)) * now.calibration, 0.995)
+        sure = np.concatenate([sure, np.full(self.places - len(sure), sure[-1])])
+        gains = np.concatenate([[0.0], np.cumprod(sure).cumsum()])
+        worth = 1.0 + gains - speed * np.array([costs.round(width, drafted=0) for width in places])
+        drafting = np.array([costs.round(0, drafted=drafted) for drafted in places]) - costs.plain
+        values = np.maximum.accumulate(worth) - speed * drafting
+        now.values = values if now.values is None else _PLACES_FADE * now.values + (1 - _PLACES_FADE) * values
+
+    def observe(
+        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
+    ) -> None:
+        if seconds is not None:
+            self.costs.observe(seconds, width, drafted)
+        if drafted == 0:
+            return
+        if self._in_flight is not None:
+            self.confidence.observe(num_accepted, self._in_flight.promised(path))
+            self._in_flight = None
+        self.pauses.observe(num_accepted + 1, self.costs.round(width, drafted=drafted), self.costs.plain)
+
+    def take_notice(self) -> str | None:
+        notice, self.pauses.notice = self.pauses.notice, None
+        return notice
