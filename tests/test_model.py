@@ -32,12 +32,12 @@ def test_answers_are_the_models_own_whatever_the_config(folders):
     loaded, tokenizer = load(folders[0])
     before = [(name, type(module)) for name, module in loaded.named_modules()]
     model = DFlashModel(loaded, tokenizer, draft_model=folders[1], kernels=False)
-    assert (model.pair.method, model.pair.target.model) == ("dflash", loaded)
+    assert (model.pair.method, model.pair.target.model) == ("dflash+ngram", loaded)
     truth = plain_tokens(wrap_model(loaded, model.pair.target.config), PROMPT, 20, model.pair.eos_ids)
     for config, mode in (
-        (None, "dflash"),
-        (DFlashConfig(block_size=3), "dflash"),
-        (DFlashConfig(diffusion_steps=2, noise_schedule="linear"), "dflash(2 linear steps)"),
+        (None, "dflash+ngram"),
+        (DFlashConfig(block_size=3), "dflash+ngram"),
+        (DFlashConfig(diffusion_steps=2, noise_schedule="linear"), "dflash(2 linear steps)+ngram"),
     ):
         answer = model.generate(PROMPT, config, PARAMS)
         assert (answer.token_ids, answer.mode) == (truth, mode)

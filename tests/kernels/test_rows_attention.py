@@ -360,7 +360,7 @@ def test_each_barrier_that_is_missing_is_caught(text, metal, monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("old", "new"), WIDER)
 def test_an_index_that_is_wrong_is_caught(old, new, metal, monkeypatch):
     text = source("rows_attention/first_pass.metal")

@@ -149,7 +149,7 @@ def test_the_command_gives_the_answer_of_one_machine(folder, llama, drafter):
     with ranks(2, *COMMAND, *words, folder=folder) as processes:
         [found] = reports(processes)
     alone = generate(load_pair(model=llama, draft=False), "hello", SamplingParams(max_tokens=20), draft=False)
-    assert (found["mode"], found["token_ids"]) == ("dflash", alone.token_ids)
+    assert (found["mode"], found["token_ids"]) == ("dflash+ngram", alone.token_ids)
 
 
 def test_a_conversation_through_the_launcher(llama, drafter):

@@ -112,7 +112,7 @@ def test_structured_output(client, form, max_tokens):
     plain = client.chat.completions.create(**options, extra_body={"dflash": {"draft": False}})
     assert drafted.choices[0].message.content == plain.choices[0].message.content
     assert drafted.choices[0].finish_reason == plain.choices[0].finish_reason
-    assert drafted.dflash["answers"][0]["mode"] == "dflash"
+    assert drafted.dflash["answers"][0]["mode"] == "dflash+ngram"
     assert plain.dflash["answers"][0]["mode"] == "plain"
     if form == "json_schema":
         assert set(json.loads(drafted.choices[0].message.content)) == {"city", "people"}

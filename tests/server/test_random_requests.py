@@ -62,7 +62,7 @@ def check(pair, count, *, width=None):
                     if "seed" in request:
                         assert outcome(client.chat.completions.create(**request)) == outcome(first), request
     for request, drafted, plain in zip(requests, *answers, strict=True):
-        assert {a["mode"] for a in drafted.dflash["answers"]} == {"dflash"}
+        assert {a["mode"] for a in drafted.dflash["answers"]} == {pair.method}
         assert {a["mode"] for a in plain.dflash["answers"]} == {"plain"}
         assert outcome(drafted) == outcome(plain), request
         assert logprobs_of(drafted) == pytest.approx(logprobs_of(plain), abs=1e-3), request
