@@ -27,11 +27,11 @@ _PROMPT_TOKENS = 64
 # Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and as many as take `_SECONDS_A_WIDTH` when nothing
 # stalls; a GPU stalls at first, while it compiles.
 _WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 40
-_SECONDS_A_WIDTH = 0.1
-# A pair is measured until two measurements differ by no more than this, but no more often than this.
-_SPREAD, _MOST_MEASUREMENTS = 1.15, 3
+_SECONDS_A_WIDTH = 0.2
+# A round this much slower than a wider one was disturbed.
+_DISTURBED = 1.25
 # Measuring stops after about this long; widths not reached are interpolated.
-_SECONDS_TO_SPEND = 3.0
+_SECONDS_TO_SPEND = 4.0
 
 
 def load_or_measure(
@@ -53,31 +53,14 @@ def load_or_measure(
         pass  # Not measured yet, or a file that cannot be used: measure.
     if report is not None:
         report("measuring this machine (once for this pair)", None)
-    costs, agreed = measure(target, drafter, block_size=block_size), False
-    for _ in range(_MOST_MEASUREMENTS - 1):
-        again = measure(target, drafter, block_size=block_size)
-        agreed = agree(costs, again)
-        costs = least(costs, again)
-        if agreed:
-            break
-    costs = _smoothed(costs)
+    costs = measure(target, drafter, block_size=block_size)
+    if not plausible(costs):
+        costs = least(costs, measure(target, drafter, block_size=block_size))
     # What other work on the machine has spoilt serves for now, and is not remembered.
-    if agreed:
+    good, costs = plausible(costs), _smoothed(costs)
+    if good:
         store(name, {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None})
     return costs
-
-
-def agree(lowest: PairCosts, newest: PairCosts) -> bool:
-    """Whether another measurement found about the same as the lowest figures before it."""
-
-    def same(old: RoundCosts | None, new: RoundCosts | None) -> bool:
-        if old is None or new is None or old.steep != new.steep:
-            return old is new
-        both = old.round_seconds.keys() & new.round_seconds.keys()
-        ratios = [new.round_seconds[width] / old.round_seconds[width] for width in both]
-        return all(1 / _SPREAD <= ratio <= _SPREAD for ratio in ratios)
-
-    return same(lowest.chains, newest.chains) and same(lowest.trees, newest.trees)
 
 
 def least(first: PairCosts, second: PairCosts) -> PairCosts:
@@ -99,6 +82,18 @@ def _smoothed(costs: PairCosts) -> PairCosts:
         return replace(kind, round_seconds=rising(kind.round_seconds))
 
     return PairCosts(smooth(costs.chains), smooth(costs.trees) if costs.trees else None)
+
+
+def plausible(costs: PairCosts) -> bool:
+    """Whether no round is measured as much slower than a wider one, which would be other programs' doing."""
+    tables = [kind.round_seconds for kind in (costs.chains, costs.trees) if kind is not None]
+    return all(
+        table[narrow] <= _DISTURBED * table[wide]
+        for table in tables
+        for narrow in table
+        for wide in table
+        if wide > narrow
+    )
 
 
 def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
