@@ -21,7 +21,7 @@ from dflash_mlx.policy.width import FixedWidth, RoundCosts
 
 PLACES = 15
 # How far a measured round may be off, and how much rounds vary.
-OFF, NOISE, SEEDS = 0.05, 0.05, 5
+OFF, NOISE, SEEDS = 0.05, 0.05, 3
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ def check_answers(found, wanted=1):
         assert report["cached"] > 0
 
 
+@pytest.mark.long
 def test_many_answers_of_two_ranks(folder, llama, recurrent):
     with ranks(2, *program("many_answers.py", "1", llama, recurrent), folder=folder) as processes:
         check_answers(reports(processes))
