@@ -105,8 +105,8 @@ def test_the_targets_own_head(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "method"),
     [
-        (ZLAB, Method.dflash_ngram),
-        (SPECULATORS, Method.dflash_ngram),
+        (ZLAB, Method.dflash),
+        (SPECULATORS, Method.dflash),
         (test_eagle3.AUTHORS, Method.eagle3),
         (test_eagle3.SPECULATORS, Method.eagle3),
         (test_medusa.CONFIG, Method.medusa),
@@ -115,7 +115,8 @@ def test_the_targets_own_head(tmp_path):
 )
 def test_a_folder_says_how_to_draft_with_it(raw, method, tmp_path):
     folder = config_of(tmp_path, raw)
-    assert check(folder, Method.auto, target_folder=NONE, block_size=None) is method
+    taken = Method.dflash_ngram if method is Method.dflash else method
+    assert check(folder, Method.auto, target_folder=NONE, block_size=None) is taken
     assert check(folder, method, target_folder=NONE, block_size=3) is method
     assert check(folder, Method.mtp, target_folder=NONE, block_size=3) is Method.mtp
     both = Method(f"{method.value}+ngram")
