@@ -11,6 +11,7 @@ from dflash_mlx import loading
 from dflash_mlx.answer import Answer
 from dflash_mlx.answering import Answering
 from dflash_mlx.caches.target_caches import BatchCaches
+from dflash_mlx.decoding.policies import Observation
 from dflash_mlx.errors import DownloadError, PromptError, UsageError
 from dflash_mlx.generation import generate, generate_many, hold_back, stream_generate
 from dflash_mlx.hub.resolve import TargetFacts
@@ -242,7 +243,7 @@ def test_answers_side_by_side_learn_apart():
     pair._costs = PairCosts(RoundCosts({0: 1.0, 1: 1.02, 7: 1.05}, {1: 0.01, 7: 0.01}, steep=False))
 
     def observe(policy, num_accepted):
-        policy.observe(drafted=7, width=7, num_accepted=num_accepted, path=range(8), seconds=None)
+        policy.observe(Observation(7, 7, num_accepted))
 
     def speeds(policy):
         return [policy.estimate.expected_tokens(7)[width] for width in (1, 7)]

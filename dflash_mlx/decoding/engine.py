@@ -224,7 +224,9 @@ class Engine:
         for lane, num_accepted, promised in kept:
             if promised is None and forecast is not None:
                 promised = float(forecast.best[: min(num_accepted + 1, current.width)].sum())
-            seen = Observation(current.drafted, current.width, num_accepted, current.tree, forecast, promised or 0.0, seconds)
+            seen = Observation(
+                current.drafted, current.width, num_accepted, current.tree, forecast, promised or 0.0, seconds
+            )
             lane.policy.observe(seen)
 
     # Launching the next one.

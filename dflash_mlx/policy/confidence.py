@@ -74,7 +74,9 @@ class ConfidentWidth:
 
     def next_round(self, *, may_branch: bool) -> Choice:
         places = 0 if self.pauses.take_rest() else self._places()
-        return Choice(places, tree=self.widest if self.branches and may_branch else 0, scale=self.confidence.calibration)
+        return Choice(
+            places, tree=self.widest if self.branches and may_branch else 0, scale=self.confidence.calibration
+        )
 
     def _places(self) -> int:
         if not self.costs.steep:

@@ -9,7 +9,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 from tiny import FAMILIES, tiny_target
 
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.caches.tree_rows import branched, find_ropes, keep_path, works_with
+from dflash_mlx.caches.tree_rows import branched, find_ropes, keep_path, take_fed, works_with
 
 # Rows: the anchor; 1-2-3 and 4-5 after it; 6 after 1.
 PARENTS = [0, 1, 2, 0, 4, 1]
@@ -66,7 +66,8 @@ def test_a_kept_path_leaves_the_cache_as_if_fed_alone(target, path):
     cache = filled(target)
     rows = rows_of(cache, len(CONTEXT))
     forward_tree(target, rows)
-    keep_path(rows, len(CONTEXT), path)
+    # Of a path that is shorter than the longest one, what comes after its end does not matter.
+    keep_path(rows, mx.array([*path, *[6] * (4 - len(path))]), take_fed(rows))
     rows.give_back(0, len(CONTEXT) + len(path), cache)
     alone = filled(target)
     target.forward(mx.array([[TOKENS[i] for i in path]]), alone)
@@ -85,7 +86,9 @@ def test_keeping_a_path_does_not_copy_the_cache():
     mx.eval(layer.keys, layer.values)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    keep_path(rows, 19_000, [0, 2, 5])
+    with branched([], rows, mx.array(DEPTHS), mx.array(VISIBLE)):
+        layer.update_and_fetch(mx.ones((1, 2, 7, 32)), mx.ones((1, 2, 7, 32)))
+    keep_path(rows, mx.array([0, 2, 5]), take_fed(rows))
     mx.eval(layer.keys, layer.values)
     assert mx.get_peak_memory() - before < layer.keys.nbytes / 10
 
