@@ -222,12 +222,19 @@ class Engine:
             return
         forecast = current.chances.forecast() if current.chances is not None else None
         for lane, num_accepted, promised in kept:
-            if promised is None and forecast is not None:
-                promised = float(forecast.best[: min(num_accepted + 1, current.width)].sum())
-            seen = Observation(
-                current.drafted, current.width, num_accepted, current.tree, forecast, promised or 0.0, seconds
+            if promised is None:
+                promised = forecast.promised(min(num_accepted + 1, current.width)) if forecast is not None else 0.0
+            lane.policy.observe(
+                Observation(
+                    current.drafted,
+                    current.width,
+                    num_accepted,
+                    tree=current.tree,
+                    forecast=forecast,
+                    promised=promised,
+                    seconds=seconds,
+                )
             )
-            lane.policy.observe(seen)
 
     # Launching the next one.
 

@@ -43,6 +43,10 @@ class Forecast:
     def of_chain(cls, best: np.ndarray, scale: float) -> "Forecast":
         return cls(best, np.cumprod(np.minimum(best * scale, SUREST)))
 
+    def promised(self, reached: int) -> float:
+        """How many drafts of a chain would be kept, given that so many of its places were reached."""
+        return float(self.best[:reached].sum())
+
 
 @dataclass(frozen=True)
 class Observation:

@@ -78,8 +78,8 @@ def likely_paths(places: int, branches: int, size: int) -> Paths:
     ranks = ranks[np.lexsort(ranks.T[::-1])]
     depths = (ranks >= 0).sum(axis=1)
     ends = np.full(len(ranks), len(ranks))
-    for depth in range(1, places + 1):
-        [shallow], [same] = np.nonzero(depths <= depth), np.nonzero(depths == depth)
+    for length in range(1, places + 1):
+        [shallow], [same] = np.nonzero(depths <= length), np.nonzero(depths == length)
         ends[same] = np.append(shallow, len(ranks))[np.searchsorted(shallow, same, side="right")]
     lasts = np.maximum(depths - 1, 0)
     candidates = lasts * branches + np.maximum(ranks[np.arange(len(ranks)), lasts], 0)

@@ -74,9 +74,8 @@ class ConfidentWidth:
 
     def next_round(self, *, may_branch: bool) -> Choice:
         places = 0 if self.pauses.take_rest() else self._places()
-        return Choice(
-            places, tree=self.widest if self.branches and may_branch else 0, scale=self.confidence.calibration
-        )
+        tree = self.widest if self.branches and may_branch else 0
+        return Choice(places, tree=tree, scale=self.confidence.calibration)
 
     def _places(self) -> int:
         if not self.costs.steep:

@@ -93,15 +93,8 @@ def test_there_are_no_more_drafts_than_paths():
     assert found.size == 3 + 9
     tree = found.tree(50)
     assert (tree.size, tree.depth) == (12, 2)
-    assert (
-        len(
-            {
-                (int(np.flatnonzero(row)[-2]), token)
-                for row, token in zip(np.array(tree.visible)[1:], tree.tokens.tolist(), strict=True)
-            }
-        )
-        == 12
-    )
+    parents = [int(np.flatnonzero(row)[-2]) for row in np.array(tree.visible)[1:]]
+    assert len(set(zip(parents, tree.tokens.tolist(), strict=True))) == 12
 
 
 @pytest.mark.parametrize("value", [0.0, -1e30, np.log(0.3)])
