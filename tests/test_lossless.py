@@ -52,7 +52,7 @@ class RandomWidth:
 
     def observe(self, round):
         assert 0 <= round.num_accepted <= min(round.width, round.drafted) <= self.widest
-        assert 0 <= round.promised <= round.num_accepted + 1.001
+        assert 0 <= round.promised <= min(round.width, round.drafted) + 1e-3
 
     def take_notice(self) -> None:
         return None

@@ -35,22 +35,22 @@ class Outcome:
     """What the target made of drafts of which at most D can be kept: all W of a chain, or a tree's longest path.
 
     Of one answer, or with a first axis (B,) of several. num_accepted: () int, drafts kept. tokens: (D + 1,): the kept
-    drafts, then at index `num_accepted` the target's own token; what comes after it is meaningless. promised: (), of a
-    tree, how many drafts would be kept by the drafter's probabilities (`tree.Walk`).
+    drafts, then at index `num_accepted` the target's own token; what comes after it is meaningless. said: (2,), of a
+    tree, how many drafts would be kept by the drafter's probabilities, and its depth (`tree.Walk`).
     """
 
     num_accepted: mx.array
     tokens: mx.array
-    promised: mx.array | None = None
+    said: mx.array | None = None
 
     @cached_property
     def packed(self) -> mx.array:
         """All of it as one array of uint32, so that the host reads once."""
-        if self.promised is None and self.tokens.shape[-1] == 1:
+        if self.said is None and self.tokens.shape[-1] == 1:
             return self.tokens.astype(mx.uint32)
-        promised = [] if self.promised is None else [self.promised[..., None].view(mx.uint32)]
+        said = [] if self.said is None else [self.said.view(mx.uint32)]
         count = self.num_accepted[..., None].astype(mx.uint32)
-        return mx.concatenate([count, self.tokens.astype(mx.uint32), *promised], axis=-1)
+        return mx.concatenate([count, self.tokens.astype(mx.uint32), *said], axis=-1)
 
     @property
     def depth(self) -> int:
@@ -67,29 +67,30 @@ class Outcome:
         """One outcome of several answers, of which at most `depth` drafts each can be kept. Trees come alone."""
         if len(outcomes) == 1:
             [one] = outcomes
-            promised = None if one.promised is None else one.promised[None]
-            return cls(one.num_accepted[None], one.tokens[None], promised)
+            return cls(one.num_accepted[None], one.tokens[None], None if one.said is None else one.said[None])
         tokens = [mx.pad(o.tokens, (0, depth - o.depth)) if o.depth < depth else o.tokens for o in outcomes]
         return cls(mx.stack([o.num_accepted for o in outcomes]), mx.stack(tokens))
 
     def read(self) -> list["Reading"]:
         """Wait for the device, and learn what each answer gained."""
         values = np.array(self.packed)
-        if self.promised is None and self.depth == 0:
-            return [Reading(0, row.tolist()) for row in values]
-        promised = [None] * len(values) if self.promised is None else values[:, -1].view(np.float32).tolist()
-        return [
-            Reading(int(own[0]), own[1 : int(own[0]) + 2].tolist(), by)
-            for own, by in zip(values, promised, strict=True)
-        ]
+        if self.said is None and self.depth == 0:
+            return [Reading(0, row.tolist(), 0) for row in values]
+        readings = []
+        for own in values:
+            tokens = own[1 : int(own[0]) + 2].tolist()
+            promised, depth = (None, self.depth) if self.said is None else own[-2:].view(np.float32).tolist()
+            readings.append(Reading(int(own[0]), tokens, int(depth), promised))
+        return readings
 
 
 class Reading(NamedTuple):
-    """What the host learns of an answer's round: the drafts kept, the num_accepted + 1 tokens gained, and of a tree how
-    many drafts were promised."""
+    """What the host learns of an answer's round: the drafts kept, the num_accepted + 1 tokens gained, how many drafts
+    could be kept, and of a tree how many were promised."""
 
     num_accepted: int
     tokens: list[int]
+    depth: int
     promised: float | None = None
 
 
@@ -226,8 +227,8 @@ def judge(
     the rows (D + 1,) gone through (`tree.Walk`).
     """
     choices = strategy.choose(logits, position, tree)
-    num_accepted, path, promised = walk(tree, choices)
-    return Outcome(num_accepted, choices[path], promised), path
+    num_accepted, path, said = walk(tree, choices)
+    return Outcome(num_accepted, choices[path], said), path
 
 
 def reject(drafts: mx.array, draft_probs: mx.array, target_probs: mx.array, key: mx.array) -> Outcome:

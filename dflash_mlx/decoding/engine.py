@@ -197,7 +197,7 @@ class Engine:
         step = Step(
             tokens,
             current.width,
-            current.verdict.outcome.depth,
+            reading.depth,
             min(reading.num_accepted, len(tokens)),
             finish_reason,
             current.verdict.read_logprobs(row)[: len(tokens)],

@@ -16,7 +16,7 @@ from dflash_mlx.decoding.constraint import Bits, mask_rows
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.logprobs import TokenLogprob, pack_logprobs, unpack_logprobs
 from dflash_mlx.decoding.policies import Choice, Forecast
-from dflash_mlx.decoding.tree import BRANCHES, DraftTree, Likeliest, likeliest, rank
+from dflash_mlx.decoding.tree import BRANCHES, DraftTree, Likeliest, Ranking, likeliest, rank
 from dflash_mlx.drafters.contract import Drafted, DraftState, DraftVocabulary, Nobody, Proposal
 from dflash_mlx.sampling import LogitsProcessor
 
@@ -148,9 +148,13 @@ def consider(
     if choice.tree:
         [lane] = lanes
         assert lane is not None
-        assert drafted.logits is not None
-        preferences = for_trees(lane.strategy).preferences(drafted.logits[0], at[0] + 1, vocabulary)
-        ranking = rank(preferences, BRANCHES, vocabulary.token_ids if vocabulary else None)
+        if drafted.logits is None:
+            # One token a place, so that the tree is a chain.
+            assert drafted.log_probs is not None
+            ranking = Ranking(drafted.tokens.reshape(-1, 1), drafted.log_probs.reshape(-1, 1))
+        else:
+            preferences = for_trees(lane.strategy).preferences(drafted.logits[0], at[0] + 1, vocabulary)
+            ranking = rank(preferences, BRANCHES, vocabulary.token_ids if vocabulary else None)
         best = mx.exp(ranking.log_probs[:, 0])[None]
         return Chances(best, likeliest(ranking, choice.tree, scale=choice.scale), choice.scale)
     return Chances(mx.exp(drafted.confidence), scale=choice.scale) if choice.waits else None

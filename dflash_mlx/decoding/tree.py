@@ -163,12 +163,13 @@ class Walk(NamedTuple):
     """The target's way through a tree, on the device.
 
     num_accepted: (). path: (D + 1,), the rows gone through, the anchor's first; what comes after index `num_accepted`
-    is meaningless. promised: (), the probability that the path went on, summed over the rows of it with children.
+    is meaningless. said: (2,) float32, what the host wants to know of the tree: the probability that the path went on,
+    summed over the rows of it with children, and the depth of the tree.
     """
 
     num_accepted: mx.array
     path: mx.array
-    promised: mx.array
+    said: mx.array
 
 
 def walk(tree: DraftTree, choices: mx.array) -> Walk:
@@ -181,7 +182,7 @@ def walk(tree: DraftTree, choices: mx.array) -> Walk:
     reached = ~(tree.visible[:, 1:] & differs).any(axis=1)
     path = mx.argsort(mx.where(reached, rows, rows + rows.size))[: tree.depth + 1]
     promised = mx.where(reached[parents[1:]], tree.probabilities, 0).sum()
-    return Walk(reached.sum() - 1, path, promised)
+    return Walk(reached.sum() - 1, path, mx.stack([promised, tree.depths.max().astype(mx.float32)]))
 
 
 def wide_sizes(places: int) -> tuple[int, int]:

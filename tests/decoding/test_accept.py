@@ -141,7 +141,7 @@ def test_outcomes_of_different_depths_are_read_as_each_alone():
     assert together.depth == 4
     for outcome, found in zip(outcomes, together.read(), strict=True):
         alone = read(outcome)
-        assert found == (outcome.depth, alone.tokens, None)
+        assert found == (outcome.depth, alone.tokens, 4, None)
 
 
 def test_trees_are_drawn_by_the_same_noise():

@@ -193,7 +193,7 @@ def test_a_policy_hears_of_each_round_of_its_answer(policy, pause, seconds, monk
         assert (round.width, round.num_accepted) == (step.width, step.num_accepted)
         assert round.tree == (policy.branches and step.width > 0)
         assert (round.forecast is not None) == (round.drafted > 0 and (policy.branches or policy.waits))
-        assert 0 <= round.promised <= round.num_accepted + 1
+        assert 0 <= round.promised <= step.depth + 1e-3
     assert [step.width for step in steps[1:4]] == [policy.width] * 3
 
 
@@ -221,8 +221,7 @@ def test_a_groups_policy_hears_of_each_round(pause, seconds, monkeypatch):
         report = engine.policy.heard[-1]
         assert (report.rows, report.drafted, report.width) == (2, 4, 4)
         assert report.seconds == (seconds if expected > 1 else 16)
-        found = [(lane, accepted, list(path[: accepted + 1])) for lane, accepted, path in report.kept]
-        assert found == [(lane, step.num_accepted, list(range(step.num_accepted + 1))) for lane, step in results]
+        assert report.kept == [(lane, step.num_accepted) for lane, step in results]
     assert [lane for lane, _ in results] == lanes[1:]
 
 

@@ -232,6 +232,15 @@ def test_what_a_drafter_only_holds_likely_is_its_chance():
     np.testing.assert_allclose(found.read(), np.exp([[-0.5, -1.0], [0.0, -2.0]]), rtol=1e-5)
 
 
+def test_a_tree_of_one_token_a_place_is_a_chain():
+    drafted = Drafted(mx.array([[4, 5, 6]]), log_probs=mx.array([[-0.5, -1.0, -mx.inf]]))
+    found = consider([make_lane()], drafted, None, mx.array([1]), Choice(3, tree=31))
+    tree = found.likeliest.tree(31)
+    assert tree.tokens.tolist() == [4, 5, 6]
+    assert tree.depths.tolist() == [0, 1, 2, 3]
+    assert found.forecast().chances.tolist() == pytest.approx([np.exp(-0.5), np.exp(-1.5), 0.0], abs=1e-6)
+
+
 @vocabularies
 def test_a_chains_chances_are_those_of_its_best_tokens(vocabulary):
     drafted = Drafted(mx.zeros((2, 3)), mx.array(LOGITS))

@@ -137,12 +137,10 @@ def test_the_walk_on_the_device_is_the_walk_by_hand():
         expected = [0]
         while (longer := tree.walk([choices[row] for row in expected])) != expected:
             expected = longer
-        num_accepted, path, promised = walk(tree.on_device, mx.array(choices))
+        num_accepted, path, said = walk(tree.on_device, mx.array(choices))
         assert path.shape == (max(tree.depths) + 1,)
         assert path[: num_accepted.item() + 1].tolist() == expected
-        assert promised.item() == pytest.approx(
-            sum(tree.probabilities[i - 1] for i in range(1, tree.size + 1) if tree.parents[i - 1] in expected), rel=1e-5
-        )
+        assert said.tolist() == pytest.approx([tree.promised(expected), max(tree.depths)], rel=1e-5)
         lengths.add(len(expected))
     assert lengths >= {1, 2, 3, 4}
 
@@ -161,6 +159,7 @@ def test_an_outcome_brings_the_kept_drafts_and_the_targets_own_token():
     assert reading.tokens == [choices[row] for row in rows]
     assert reading.num_accepted >= 1
     assert reading.promised == pytest.approx(tree.promised(rows), rel=1e-5)
+    assert reading.depth == max(tree.depths) <= outcome.depth
     assert outcome.next_anchor.item() == reading.tokens[-1]
 
 

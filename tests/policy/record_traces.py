@@ -51,7 +51,9 @@ def record(pair: ModelPair, prompt: BenchPrompt, temperature: float) -> dict[str
         known, position = here, mx.array([here])
         drafted = state.propose([Nobody()], text[:, here], position, places, room=room)
         assert drafted.logits is not None
-        found = rank(strategy.preferences(drafted.logits[0], position[0] + 1, state.vocabulary), BRANCHES)
+        vocabulary = state.vocabulary
+        preferences = strategy.preferences(drafted.logits[0], position[0] + 1, vocabulary)
+        found = rank(preferences, BRANCHES, vocabulary.token_ids if vocabulary else None)
         log_probs[at] = np.array(found.log_probs)
         for place, candidates in enumerate(np.array(found.token_ids)):
             [same] = np.nonzero(candidates == answer[1 + at + place])

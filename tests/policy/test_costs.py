@@ -64,7 +64,7 @@ def test_rounds_are_timed_the_way_they_will_run(machine):
     flat = machine(lambda policy: 5.0 + 0.5 * policy.waits + policy.branches if policy.width else 3.0)
     assert not flat.chains.steep
     assert {flat.chains.round(width) for width in WIDTHS - {0}} == {5.0}
-    assert {flat.trees.round(width) for width in (1, 3, 7, 15, 31)} == {6.5}
+    assert {flat.trees.round(width) for width in (1, 3, 7, 15, 31)} == {6.0}
     assert flat.chains.plain == flat.trees.plain == 3.0
 
     def steep(policy):
