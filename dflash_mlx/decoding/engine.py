@@ -229,7 +229,7 @@ class Engine:
                     current.drafted,
                     current.width,
                     num_accepted,
-                    tree=current.tree,
+                    branched=current.chances is not None and current.chances.branched,
                     forecast=forecast,
                     promised=promised,
                     seconds=seconds,
@@ -314,7 +314,6 @@ class Engine:
             width,
             drafted=drafted,
             room=max(batch.bounds),
-            tree=isinstance(drafts, DraftTree),
             chances=chances,
         )
 

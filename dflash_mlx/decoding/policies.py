@@ -52,15 +52,15 @@ class Forecast:
 class Observation:
     """What a round brought: of `width` drafts, made for `drafted` places, `num_accepted` were kept.
 
-    tree: the drafts were a tree. forecast: None where nobody asked for it. promised: by the drafter's probabilities,
-    how many drafts would be kept, given which were: at each place that was reached, the chance to go on. seconds: None
-    where it could not be timed.
+    branched: they were chosen from several tokens a place. forecast: None where nobody asked for it. promised: by the
+    drafter's probabilities, how many drafts would be kept, given which were: at each place that was reached, the chance
+    to go on. seconds: None where it could not be timed.
     """
 
     drafted: int
     width: int
     num_accepted: int
-    tree: bool = False
+    branched: bool = False
     forecast: Forecast | None = None
     promised: float = 0.0
     seconds: float | None = None

@@ -13,8 +13,8 @@ from dflash_mlx.decoding.steps import Chances, Drafts, Verdict
 class Round:
     """A launched round: the lanes of its rows, the positions `at` (B,) of their anchors, the verdict on its drafts.
 
-    drafted: places that were drafted for it. room: no row has more positions after it, rejected drafts included. tree:
-    the drafts are one. chances: of the drafts, where they are known. absorbed: the drafter has its features.
+    drafted: places that were drafted for it. room: no row has more positions after it, rejected drafts included.
+    chances: of the drafts, where they are known. absorbed: the drafter has its features.
     """
 
     lanes: list[Lane | None]
@@ -23,7 +23,6 @@ class Round:
     width: int
     drafted: int
     room: int
-    tree: bool
     chances: Chances | None = None
     absorbed: bool = False
 

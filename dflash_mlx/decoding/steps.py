@@ -34,6 +34,11 @@ class Chances:
     likeliest: Likeliest | None = None
     scale: float = 1.0
 
+    @property
+    def branched(self) -> bool:
+        """Whether there are several tokens for a place."""
+        return self.likeliest is not None and self.likeliest.ranking.token_ids.shape[1] > 1
+
     @cached_property
     def packed(self) -> mx.array:
         """All of it as one array, so that the host reads once."""

@@ -84,12 +84,12 @@ def likely_paths(places: int, branches: int, size: int) -> Paths:
     lasts = np.maximum(depths - 1, 0)
     candidates = lasts * branches + np.maximum(ranks[np.arange(len(ranks)), lasts], 0)
 
-    row, place = np.nonzero(ranks > 0)
+    row, column = np.nonzero(ranks > 0)
     slot = np.arange(len(row)) - np.searchsorted(row, row)
     # The best candidate of the first place is as likely as itself: a term that adds nothing.
     terms = np.full((len(ranks), 2 + slot.max(initial=-1)), places + 1)
     terms[:, 0] = depths
-    terms[row, 1 + slot] = places + 1 + place * branches + ranks[row, place]
+    terms[row, 1 + slot] = places + 1 + column * branches + ranks[row, column]
     return Paths(mx.array(terms.astype(np.int32)), mx.array(np.stack([depths, candidates, ends]).astype(np.int32)))
 
 

@@ -138,8 +138,9 @@ class SteadyTree:
             return
         self.confidence.observe(round.num_accepted, round.promised)
         self.pauses.observe(round.num_accepted + 1, self.costs.round(round.width), self.costs.plain)
-        self.confidence.weigh_sizes([self.expected(round.forecast, size) for size in self.sizes])
-        self._settle()
+        if round.branched:
+            self.confidence.weigh_sizes([self.expected(round.forecast, size) for size in self.sizes])
+            self._settle()
 
     @staticmethod
     def expected(forecast: Forecast, size: int) -> float:
@@ -182,8 +183,9 @@ class TreesOrChains:
     def observe(self, round: Observation) -> None:
         now = self.experience
         # A plain round, at an answer's ends or in a pause, tells something of the kind that is used.
-        policy: WidthPolicy = self.trees if round.tree or (round.drafted == 0 and not now.chains) else self.chains
-        if round.tree:
+        of_tree = round.forecast is not None or (round.drafted == 0 and not now.chains)
+        policy: WidthPolicy = self.trees if of_tree else self.chains
+        if round.branched:
             self._weigh(round)
         policy.observe(round)
         if round.drafted == 0:

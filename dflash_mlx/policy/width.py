@@ -6,7 +6,7 @@ second. Two policies do that:
 
 - `ConfidentWidth` (confidence.py): each round's own, a tree's or a chain's, from the drafter's probabilities.
 - `SteadyWidth`: chains of one width, from the acceptance of the rounds so far. The host never waits for a draft, which
-  is faster where width costs little.
+  is faster where width costs little. `SteadyTree` (trees_or_chains.py) does the same for trees.
 
 Where both are open, with trees, trees_or_chains.py decides. Where drafting does not pay, all pause, say so, and try
 again later.
