@@ -14,9 +14,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache
 
-from dflash_mlx.caches.rows import Rows
+from dflash_mlx.caches.rows import Rows, fits
+from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.hooks import subclassed
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
@@ -84,7 +85,7 @@ def works_with(model: nn.Module, vocab_size: int, make_cache: Callable[[], list[
     """Whether a model of mlx-lm computes for the rows of a tree what it computes for each path by itself. Runs it."""
     caches = make_cache()
     ropes = find_ropes(model)
-    if not caches or any(type(layer_cache) is not KVCache for layer_cache in caches) or not ropes:
+    if not fits(caches) or any(isinstance(leaf, ArraysCache) for leaf in leaves(caches)) or not ropes:
         return False
     tokens = np.random.default_rng(0).integers(0, vocab_size, 11)
     context, block, more = tokens[None, :5], tokens[None, 5:10], mx.array(tokens[None, 10:])
