@@ -238,14 +238,8 @@ def _variant(choice: ModelChoice, text: str) -> Variant:
         elif name in ("block-size", "steps"):
             changes[name.replace("-", "_")] = parse(name, value)
         else:
-            changes |= _with_drafter(choice, value)
+            changes["draft_model"] = value
     return Variant(name=text, choice=replace(choice, **changes), **own)
-
-
-def _with_drafter(choice: ModelChoice, drafter: str) -> dict[str, Any]:
-    if choice.model is None:
-        raise UsageError("--also draft-model=... needs the target by name: --model TARGET, instead of --pair.")
-    return {"draft_model": drafter}
 
 
 def comparable(own: Sequence[Variant], others: Sequence[str], temperature: float) -> list[str]:
