@@ -153,7 +153,9 @@ def _asked(pair: ModelPair, prompt: Prompt, params: SamplingParams) -> tuple[lis
     return tokens, fitting_max_tokens(pair, len(tokens), params.max_tokens)
 
 
-RIVALS: dict[str, str] = {"dflash": "dflash.model_mlx", "mlx-dspark": "mlx_dspark"}
+# Their modules. What `dflash` depends on is much, pinned, and not needed for its loop.
+RIVALS = {"dflash": "dflash.model_mlx", "mlx-dspark": "mlx_dspark"}
+_INSTALL = {"dflash": "pip install --no-deps dflash", "mlx-dspark": "pip install mlx-dspark"}
 
 
 def open_rival(package: str, pair: ModelPair) -> OfficialLoop | Dspark:
@@ -168,7 +170,7 @@ def open_rival(package: str, pair: ModelPair) -> OfficialLoop | Dspark:
     except ImportError as error:
         raise UsageError(
             f"--against-package {package} needs that package, which is not there ({error}). Install it beside "
-            f"this one: pip install --no-deps {package}"
+            f"this one: {_INSTALL[package]}"
         ) from error
     words = f"the package {package} {version} with models of its own"
     target = load_target(pair.folders[0], dtype=_dtype(pair))[0].model
