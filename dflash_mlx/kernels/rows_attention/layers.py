@@ -80,7 +80,7 @@ def ways() -> dict[str, Rival]:
 def rivals() -> dict[str, Rival]:
     """Those that are raced against MLX's own.
 
-    On CUDA not the two passes: to compile them takes seconds for each kind of heads, and their speed is unknown there.
+    On CUDA not the two passes: to compile them takes seconds for each kind of heads, and MLX's own was as fast on an H200.
     """
     return {name: way for name, way in ways().items() if backend().kind != "cuda" or name != "in two passes"}
 
