@@ -50,7 +50,7 @@ class RandomGroup:
 
     def choose(self, best, *, rows) -> int:
         assert 0 < len(best) <= rows
-        assert ((best > 0) & (best < 1.0001)).all()
+        assert ((best >= 0) & (best < 1.0001)).all()
         return self.rng.randint(0, best.shape[1])
 
     def observe(self, report) -> None:

@@ -46,7 +46,7 @@ class RandomWidth:
         return Choice(places, tree=tree, scale=self.rng.choice([0.01, 0.5, 1.0, 100.0]), width=width)
 
     def choose(self, forecast):
-        assert ((forecast.best > 0) & (forecast.best < 1.0001)).all()
+        assert ((forecast.best >= 0) & (forecast.best < 1.0001)).all()
         assert (np.diff(forecast.chances) <= 0).all()
         return self.rng.choice([0, 1, 7, len(forecast.chances)])
 
