@@ -1,12 +1,13 @@
 """Heads that are one more layer of their targets (DeepSeek-V3 and V3.2, GLM-4.5 to GLM-5): forwards against NumPy."""
 
 import json
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from test_mtp import mlp, sigmoid
+from test_mtp import mlp, sigmoid, text_and_drafts
 from tiny import HIDDEN, LAYERS, VOCAB, plain_tokens, randomize
 
 from dflash_mlx.checks import check_pair
@@ -252,19 +253,9 @@ def test_a_forward_equals_the_definition(target, tmp_path):
     """Of a text, and then of two drafts, which read what was computed before without the last norm."""
     w = head_of(target)
     drafter = load_mtp(write(tmp_path / "head", target, w), target, dtype=mx.float32)
-    tokens, caches = [5, 9, 2, 30, 7, 11], drafter.make_layer_caches()
-    features = target.forward_tapped(mx.array([tokens]), target.make_cache(), drafter.taps)[1]
-    found = [drafter.feed(target, mx.array([tokens[1:]]), features[:, :-1], caches)]
-    for draft in (3, 8):
-        found.append(drafter.feed(target, mx.array([[draft]]), found[-1][:, -1:], caches))
-
-    embedding, hidden = np.array(target.embed(mx.arange(VOCAB))), np.array(features[0, :-1])
     # Before 0.32 mlx-lm turned neighbours for every family.
     neighbours = getattr(target.model.args, "indexer_rope_interleave", True)
-    for draft in (3, 8, 0):
-        expected = reference(w, hidden, embedding[tokens[1:]], neighbours=neighbours)
-        tokens, hidden = [*tokens, draft], np.concatenate([hidden, expected[-1:]])
-    said = mx.concatenate(found, axis=1)
+    said, expected = text_and_drafts(target, drafter, partial(reference, w, neighbours=neighbours))
     assert np.abs(np.array(said[0]) - expected).max() < 1e-4
     logits = normed(expected, w["shared_head.norm.weight"]) @ np.array(target.model.lm_head.weight).T
     assert np.abs(np.array(drafter.logits(target, said)[0]) - logits).max() < 1e-3
