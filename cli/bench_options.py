@@ -115,6 +115,15 @@ AgainstMlxLm = Annotated[
     bool,
     typer.Option("--against-mlx-lm", help="mlx-lm's own decoding, in this process.", rich_help_panel=OTHERS),
 ]
+AgainstPackage = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--against-package",
+        metavar="NAME",
+        help="Another package's loop with the same models, where it is installed: dflash or mlx-dspark.",
+        rich_help_panel=OTHERS,
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
