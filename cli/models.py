@@ -147,7 +147,7 @@ def check_command(name: Name, precision: options.Precision = options.DType.auto,
     Example: dflash-mlx models check demo
     """
     spec = find_spec(name)
-    pair = options.ModelChoice(pair=spec.name, dtype=precision).open()
+    pair = options.ModelChoice(pair=spec.name, dtype=precision, can_be_plain=False, recheck=True).open()
     if as_json:
         content = {"pair": spec.name, "ok": True, "checks": pair.checks, "load_seconds": round(pair.load_seconds, 3)}
         print(json.dumps(content, ensure_ascii=False))

@@ -68,6 +68,7 @@ def load_pair(
     kernels: bool = True,
     exact: bool = False,
     check: bool = True,
+    recheck: bool = False,
     report: Callable[[str, float | None], None] | None = None,
 ) -> FakePair:
     if name is None and model is None:
