@@ -27,8 +27,6 @@ def check_once(pair: ModelPair, *, again: bool, report: Report) -> None:
 
     again: run the models even then. On several machines that is always done: they hold files of their own.
     """
-    if pair.drafter is None:
-        return
     name = _name(pair)
     found = None if again or pair.target.machines > 1 else _read(name)
     if found is None:
@@ -40,20 +38,20 @@ def check_once(pair: ModelPair, *, again: bool, report: Report) -> None:
 
 
 def examine(pair: ModelPair, *, report: Report) -> Findings:
-    """Run the models of a pair that drafts. Raises PairError."""
-    assert pair.drafter is not None
-    report("checking that target and drafter belong together", None)
-    checks, warnings = check_pair(pair.target, pair.drafter, dtype=pair.dtype), list[str]()
-    guesses = read_guesses(pair.target, pair.drafter, pair.encode_prompt(GUESS_TEXT))
-    if guesses is not None:
-        (warnings if guesses.are_noise else checks).append(guesses.report)
+    """Run the models of a pair; a target alone is asked only what it takes. Raises PairError."""
+    checks, warnings = list[str](), list[str]()
+    if pair.drafter is not None:
+        report("checking that target and drafter belong together", None)
+        checks += check_pair(pair.target, pair.drafter, dtype=pair.dtype)
+        guesses = read_guesses(pair.target, pair.drafter, pair.encode_prompt(GUESS_TEXT))
+        if guesses is not None:
+            (warnings if guesses.are_noise else checks).append(guesses.report)
     return Findings(checks, warnings, rows=pair.target.takes_rows(), trees=pair.target.takes_trees())
 
 
 def _name(pair: ModelPair) -> str:
-    assert pair.drafter is not None
     versions = _SCHEMA, __version__, mlx_lm.__version__
-    settings = pair.drafter.method, pair.block_size, pair.dtype, pair.exact, *pair.target.ways
+    settings = pair.method, pair.block_size, pair.dtype, pair.exact, *pair.target.ways
     return f"pair-checks/{fingerprint(pair.folders, *versions, *settings, file_marks(pair.folders))}"
 
 

@@ -111,9 +111,9 @@ def pair_around(
     plan = _plan(choose_models(None, str(folder), draft_model, method_called(method)), block_size=None, report=_ignore)
     target = wrap_model(model, read_json(folder / "config.json"))
     pair = _complete(plan, target, tokenizer, activation_dtype(model), kernels=kernels)
-    if pair.drafter is not None:  # what is remembered of the folder need not hold for a model that came otherwise
-        found = examine(pair, report=_ignore)
-        pair.checks, pair.warnings = pair.checks + found.checks, pair.warnings + found.warnings
+    # What is remembered of the folder need not hold for a model that came otherwise.
+    found = examine(pair, report=_ignore)
+    pair.checks, pair.warnings = pair.checks + found.checks, pair.warnings + found.warnings
     pair.load_seconds = time.perf_counter() - started
     return pair
 

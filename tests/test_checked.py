@@ -49,6 +49,13 @@ def test_what_was_found_is_remembered(folders, monkeypatch):
     assert loaded(folders, check=False).checks == []
 
 
+def test_a_target_alone_is_asked_once_what_it_takes(folders, monkeypatch):
+    known = load_pair(model=str(folders[0]), draft=False).target
+    monkeypatch.setattr(target_caches, "works_with", lambda *_: pytest.fail("the target was run"))
+    target = load_pair(model=str(folders[0]), draft=False).target
+    assert (target.takes_rows(), target.takes_trees()) == (known.takes_rows(), known.takes_trees())
+
+
 def test_other_settings_are_checked_by_themselves(folders, examined):
     for options in ({}, {"dtype": "bfloat16"}, {"block_size": 4}, {"exact": True}, {"method": "dflash"}):
         examined.clear()
