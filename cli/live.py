@@ -142,7 +142,7 @@ class LiveText:
         self._width = terminal_width()
         if self._text_on_screen and self._column >= self._width:
             return
-        line = set_cell_size(self._status, min(cell_len(self._status), self._width - 1))
+        line = fitting(self._status, self._width - 1)
         line = styled(line, "dim", sys.stderr)
         if self._text_on_screen:
             line = f"{_MAKE_ROW_BELOW}{_SAVE}\x1b[B{_ERASE_LINE}{line}{_RESTORE}"
@@ -160,6 +160,13 @@ class LiveText:
         sys.stderr.write(_ERASE_BELOW if self._text_on_screen else _ERASE_LINE)
         sys.stderr.flush()
         self._drawn = False
+
+
+def fitting(status: str, room: int) -> str:
+    """As many parts of a status, with dots ( · ) between them, as fit into `room` cells; the first one is cut."""
+    while cell_len(status) > room and " · " in status:
+        status = status.rpartition(" · ")[0]
+    return set_cell_size(status, min(cell_len(status), room))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from screen import Screen
 
 from dflash_mlx.cli import live
 from dflash_mlx.cli.live import LiveText
+from dflash_mlx.cli.streaming import begin
 
 STATUS = "~status~ that is much longer than the terminal is wide, so it must be cut"
 
@@ -44,6 +45,27 @@ def broken(line: str, columns: int) -> str:
             rows = rows if rows[-1] else rows[:-1]
             rows += [part[i : i + columns] for i in range(0, len(part), columns)]
     return "\n".join(rows)
+
+
+def test_what_is_waited_for_is_said(fake, monkeypatch):
+    shown: list[str] = []
+    monkeypatch.setattr(LiveText, "write", lambda self, text, status: shown.append(status))
+    with LiveText() as text:
+        begin(fake, text, draft=False)
+        begin(fake, text, draft=True)
+        begin(fake, text, draft=True)
+    assert shown == ["reading the prompt", "measuring", "reading the prompt", "reading the prompt"]
+
+
+def test_a_status_loses_whole_parts_where_it_does_not_fit():
+    status = "  5.0 tok/s · acceptance length 2.00 · ▁█"
+    assert [live.fitting(status, room) for room in (80, 41, 40, 13, 5)] == [
+        status,
+        status,
+        "  5.0 tok/s · acceptance length 2.00",
+        "  5.0 tok/s",
+        "  5.0",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(60))
