@@ -1,5 +1,6 @@
 """Text and status line on one terminal, seen on a small terminal emulator."""
 
+import os
 import random
 import re
 
@@ -132,6 +133,20 @@ def test_a_dumb_terminal_gets_no_live_line(terminal, monkeypatch):
     with LiveText() as text:
         text.write("Hello", "12 tok/s")
         assert screen.text() == ["Hello"]
+
+
+@pytest.mark.parametrize("pipe", [False, True])
+def test_a_pipe_has_the_terminal_to_itself(terminal, monkeypatch, tmp_path, pipe):
+    """Its reader may write there; a file leaves room for the status line."""
+    reader, writer = os.pipe() if pipe else (None, os.open(tmp_path / "answer", os.O_CREAT | os.O_RDWR))
+    screen = terminal(40, 5)
+    with os.fdopen(writer, "w") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        with LiveText() as text:
+            text.write("Hello", "12 tok/s")
+            assert screen.text() == ([] if pipe else ["12 tok/s"])
+    if reader is not None:
+        os.close(reader)
 
 
 def test_without_a_terminal_text_passes_through_unchanged(capsys):
