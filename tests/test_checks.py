@@ -204,7 +204,7 @@ def test_loading_a_pair_reports_noise_and_goes_on(tmp_path, monkeypatch):
 
     def load(drafter):
         monkeypatch.setattr("dflash_mlx.drafters.loading.load_drafter", lambda folder, dtype: drafter)
-        return load_pair(model=str(folder), draft_model=str(tmp_path / "drafter"))
+        return load_pair(model=str(folder), draft_model=str(tmp_path / "drafter"), recheck=True)
 
     same = tiny_drafter()
     same.adjust_logits = lambda logits: mx.zeros_like(logits) + (mx.arange(logits.shape[-1]) == unwanted)
