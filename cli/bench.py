@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,6 +73,7 @@ def bench_command(
     against: bench_options.Against = None,
     against_model: bench_options.AgainstModel = None,
     against_mlx_lm: bench_options.AgainstMlxLm = False,
+    against_package: bench_options.AgainstPackage = None,
     prompts: bench_options.Prompts = None,
     suite: bench_options.SuiteName = None,
     suite_file: bench_options.SuiteFile = None,
@@ -119,15 +120,15 @@ def bench_command(
     settings = settings_of(params, answering)
     if any(setting.params.temperature > 0 for setting in settings) and seed is None:
         note("at a temperature above 0 answers can only be compared with a seed: using --seed 0")
-    contestants = _contestants(own, opened, against or [], against_model, mlx_lm=against_mlx_lm)
-    facts = _facts(opened[own[0].name], settings[0], repeat=repeat, draft=not no_draft) | {
-        "label": pair or opened[own[0].name].name,
+    main = opened[own[0].name]
+    others = _others(main, against or [], against_model, against_package or [])
+    contestants = _contestants(own, opened, others, mlx_lm=against_mlx_lm)
+    facts = _facts(main, settings[0], repeat=repeat, draft=not no_draft) | {
+        "label": pair or main.name,
         "prompts_from": prompts_from,
     }
     results = _results(own, contestants, settings, facts)
-    stopped = measure(
-        Measurement(results, contestants, chosen, settings, repeat=repeat, streams=streams, pair=opened[own[0].name])
-    )
+    stopped = measure(Measurement(results, contestants, chosen, settings, repeat=repeat, streams=streams, pair=main))
     results.facts["finished"] = stopped is None
     from dflash_mlx.bench.analyse import analyse
 
@@ -184,41 +185,43 @@ def _open(own: Sequence[Variant]) -> "dict[str, ModelPair]":
 
 
 def _contestants(
-    own: Sequence[Variant],
-    opened: "dict[str, ModelPair]",
-    against: Sequence[str],
-    against_model: str | None,
-    *,
-    mlx_lm: bool,
+    own: Sequence[Variant], opened: "dict[str, ModelPair]", others: Iterable[Any], *, mlx_lm: bool
 ) -> dict[str, Any]:
-    """By name, the baseline first. Asks servers for their models."""
+    """Everybody who takes part, by name, the baseline first."""
     from dflash_mlx.bench.contestants import Local, MlxLm
-    from dflash_mlx.bench.server_client import connect
 
-    if against_model is not None and not against:
-        raise UsageError("--against-model names the model of a server; give its address with --against URL.")
     found: dict[str, Any] = {
         v.name: Local(name=v.name, pair=opened[v.name], draft=v.draft, width=v.width, tree=v.tree) for v in own
     }
-    pair = opened[own[0].name]
-
-    def encode_answer(text: str) -> list[int]:
-        return list(pair.tokenizer.encode(text, add_special_tokens=False))
-
     if mlx_lm:
-        found["mlx-lm"] = MlxLm(name="mlx-lm", pair=pair)
-    for url in against:
-        server = connect(
+        found["mlx-lm"] = MlxLm(name="mlx-lm", pair=opened[own[0].name])
+    for other in others:
+        if other.name in found:
+            raise UsageError(f"{other.name} is to take part twice; name it once.")
+        found[other.name] = other
+    return found
+
+
+def _others(
+    pair: "ModelPair", servers: Sequence[str], server_model: str | None, packages: Sequence[str]
+) -> Iterator[Any]:
+    """Other packages, and servers, which are asked for their models."""
+    from dflash_mlx.bench.server_client import connect
+
+    if server_model is not None and not servers:
+        raise UsageError("--against-model names the model of a server; give its address with --against URL.")
+    if packages:
+        from dflash_mlx.bench.rivals import open_rival
+
+        yield from (open_rival(package, pair) for package in packages)
+    for url in servers:
+        yield connect(
             url,
-            model=against_model,
-            encode=encode_answer,
+            model=server_model,
+            encode=lambda text: list(pair.tokenizer.encode(text, add_special_tokens=False)),
             key=os.environ.get("DFLASH_MLX_AGAINST_KEY"),
             likely=(pair.name, *(folder.name for folder in pair.folders[:1])),
         )
-        if server.name in found:
-            raise UsageError(f"--against {url} is given twice.")
-        found[server.name] = server
-    return found
 
 
 def _results(

@@ -115,6 +115,15 @@ AgainstMlxLm = Annotated[
     bool,
     typer.Option("--against-mlx-lm", help="mlx-lm's own decoding, in this process.", rich_help_panel=OTHERS),
 ]
+AgainstPackage = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--against-package",
+        metavar="NAME",
+        help="Another package's loop with the same models, where it is installed: dflash or mlx-dspark.",
+        rich_help_panel=OTHERS,
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -229,14 +238,8 @@ def _variant(choice: ModelChoice, text: str) -> Variant:
         elif name in ("block-size", "steps"):
             changes[name.replace("-", "_")] = parse(name, value)
         else:
-            changes |= _with_drafter(choice, value)
+            changes["draft_model"] = value
     return Variant(name=text, choice=replace(choice, **changes), **own)
-
-
-def _with_drafter(choice: ModelChoice, drafter: str) -> dict[str, Any]:
-    if choice.model is None:
-        raise UsageError("--also draft-model=... needs the target by name: --model TARGET, instead of --pair.")
-    return {"draft_model": drafter}
 
 
 def comparable(own: Sequence[Variant], others: Sequence[str], temperature: float) -> list[str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dflash_mlx.bench.record import Results
 
 _MOST_ROWS = 60  # prompts in the table on a terminal
-_WIDE = 120  # columns that the table of figures needs
+_WIDE = 144  # columns that the table of figures needs
 FILES = ("results.json", "report.html", "report.md")
 
 

@@ -61,7 +61,7 @@ DraftModel = Annotated[
     typer.Option(
         "--draft-model",
         metavar="DRAFTER",
-        help="The drafter that was made for that model: a folder or a Hub id.",
+        help="The drafter that was made for that model: a folder or a Hub id. With --pair, instead of the pair's own.",
         rich_help_panel=MODELS,
     ),
 ]

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from dflash_mlx.answer import Answer, GenerationResponse
 from dflash_mlx.decoding.batch import Batch
@@ -24,9 +25,21 @@ _SMALLEST_CHUNK = 8
 # Prompts that are read in one pass are filled up to the longest, which may make the pass this much longer.
 _PADDING = 1.25
 # Where every place is taken, prompts may wait this many rounds for others, to be read in one pass with them.
-_MOST_WAITED = 8
+_MOST_WAITED = 16
 # Rows that are longer than need be may take this share of the weights' bytes.
 _MOST_PADDING = 0.5
+
+
+@dataclass
+class _Arrival:
+    """New answers whose prompts, of so many tokens, were read in one pass, and the turns that this made longer.
+
+    Those are two: that of the pass, and the next one, in which the first round of these answers is waited for.
+    """
+
+    tokens: int
+    seconds: float = 0.0
+    turns: int = 0
 
 
 class Answering:
@@ -44,6 +57,7 @@ class Answering:
         self._lanes: dict[object, Answer] = {}
         self._round_seconds = 0.0
         self._times = ReadingTimes()
+        self._arrival: _Arrival | None = None
         self._waited = self._rounds_waited = 0
         self._held = ExitStack()
 
@@ -78,15 +92,31 @@ class Answering:
 
     def turn(self) -> list[tuple[Answer, News]]:
         """Read a part of the prompts, then make a round of every answer that is running."""
-        news = self._read()
         started = time.perf_counter()
+        news = self._read()
+        read_at = time.perf_counter()
         for engine in self._engines:
             news += self._advance(engine)
-        if self._lanes:
-            spent = time.perf_counter() - started
-            self._round_seconds = 0.7 * self._round_seconds + 0.3 * spent if self._round_seconds else spent
+        self._observe(started, read_at)
         self._engines = [engine for engine in self._engines if engine.lanes]
         return news
+
+    def _observe(self, started: float, read_at: float) -> None:
+        """Learn from a turn what a round takes, and what the arrival of new answers adds to the rounds around it."""
+        now, arrival = time.perf_counter(), self._arrival
+        if not self._lanes:
+            self._arrival = None
+        elif arrival is not None and arrival.turns < 2:
+            arrival.turns += 1
+            arrival.seconds += now - started
+            self._round_seconds = self._round_seconds or now - read_at
+        else:
+            spent = now - read_at
+            self._round_seconds = 0.7 * self._round_seconds + 0.3 * spent if self._round_seconds else spent
+            if arrival is not None and read_at - started < spent:
+                added = arrival.seconds - arrival.turns * spent
+                self._times.observe(arrival.tokens, max(added, 0.1 * arrival.seconds), whole=True)
+            self._arrival = None
 
     def _read(self) -> list[tuple[Answer, News]]:
         """Read short prompts together, and a chunk of each long one; only as much as running answers can wait for."""
@@ -110,8 +140,12 @@ class Answering:
                 news += [(answer, error) for answer in answers]
                 continue
             left = sum(answer.unread for answer in answers)
-            if before - left >= _SMALLEST_CHUNK:
-                self._times.observe(before - left, time.perf_counter() - started, whole=new and left == 0)
+            if before - left < _SMALLEST_CHUNK:
+                pass  # too little to learn from
+            elif new and left == 0:
+                self._arrival = _Arrival(before)
+            else:
+                self._times.observe(before - left, time.perf_counter() - started, whole=False)
             news += [(answer, (len(answer.session.tokens) - answer.cached_tokens, before)) for answer in answers]
         return news
 
@@ -129,7 +163,7 @@ class Answering:
             self._lanes
             and self.count == self.most_lanes
             and self._rounds_waited <= _MOST_WAITED
-            and lost < len(self._lanes) * self._times.fixed
+            and lost < len(self._lanes) * self._times.shared
             and all(self._fits_together(answer) for answer in self._reading)
         ):
             return True

@@ -30,21 +30,20 @@ class Choice:
 
 def choose_models(name: str | None, model: str | None, draft_model: str | None, method: Method) -> Choice:
     """What `load_pair` is to load, by its arguments. Raises UsageError."""
-    if name is not None and (model is not None or draft_model is not None):
-        raise UsageError(
-            "name either a pair or a model with its drafter, not both (--pair, or --model and --draft-model)."
-        )
+    if name is not None and model is not None:
+        raise UsageError("name either a pair or a model, not both (--pair or --model).")
     drafts = method is Method.auto or method.has_drafter
     if draft_model is not None and not method.takes_folder and method is not Method.plain:
         raise UsageError(f"--method {method.value} drafts without a drafter; leave --draft-model out.")
+    given = parse_source(draft_model) if draft_model is not None and method.takes_folder else None
     if name is not None:
         spec = find_pair(name)
-        return Choice(spec.name, spec.target, spec.drafter if drafts else None, method)
+        return Choice(spec.name, spec.target, given or (spec.drafter if drafts else None), method)
     if model is None:
         raise UsageError("say what to load: a pair (--pair demo) or a model (--model TARGET --draft-model DRAFTER).")
     target = _target_source(model)
-    if draft_model is not None and method.takes_folder:
-        return Choice(model, target, parse_source(draft_model), method)
+    if given is not None:
+        return Choice(model, target, given, method)
     if not drafts:
         return Choice(model, target, None, method)
     try:

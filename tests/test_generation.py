@@ -295,7 +295,7 @@ def test_many_answers_begin_with_what_earlier_ones_have_taught():
 def test_prompts_wait_for_others_where_each_pass_over_prompts_is_dear(fixed, monkeypatch):
     """Some rounds at most, and only while every place is taken."""
     pair = make_pair()
-    monkeypatch.setattr(ReadingTimes, "observe", lambda self, tokens, seconds, *, whole: setattr(self, "fixed", fixed))
+    monkeypatch.setattr(ReadingTimes, "observe", lambda self, tokens, seconds, *, whole: setattr(self, "shared", fixed))
     monkeypatch.setattr(ReadingTimes, "tokens_in", lambda self, seconds, *, least, most: most)
     passes, read_together, read = [], Answering._read_together, Answering._read_chunk
     monkeypatch.setattr(
@@ -317,7 +317,7 @@ def test_prompts_wait_for_others_where_each_pass_over_prompts_is_dear(fixed, mon
 
 def test_a_prompt_does_not_wait_while_places_are_free(monkeypatch):
     pair = make_pair()
-    monkeypatch.setattr(ReadingTimes, "observe", lambda self, tokens, seconds, *, whole: setattr(self, "fixed", 1e6))
+    monkeypatch.setattr(ReadingTimes, "observe", lambda self, tokens, seconds, *, whole: setattr(self, "shared", 1e6))
     with Answering(pair, most_lanes=3) as answering:
         for prompt in ([3, 4, 5], [6, 7, 8]):
             answering.add(Answer(pair, prompt, SamplingParams(max_tokens=9)))

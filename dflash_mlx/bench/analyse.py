@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dflash_mlx.bench.record import PromptResult, Results, Round, Run
+from dflash_mlx.bench.record import PromptResult, Results, Round, Run, ratio
 from dflash_mlx.bench.statistics import Interval, median_interval, middle, quantile, ratio_interval
 
 ALL = "all"
@@ -19,7 +19,8 @@ class Figures:
     baseline: `speedup` of decoding after the first token, `answer_speedup` of whole answers, both medians of the
     prompts' ratios (each prompt counts alike); `speedup_total` compares tokens a second of decoding over all runs
     together (slow prompts count more). slower: prompts whose whole answer took longer than the baseline's.
-    identical: prompts whose tokens are the baseline's.
+    identical: prompts whose tokens are the baseline's. round_ms: a round that verified drafts, of the baseline one
+    without, in milliseconds. break_even: the acceptance length from which such rounds are faster than the baseline's.
     """
 
     setting: str
@@ -38,6 +39,8 @@ class Figures:
     slower: int | None
     mean_acceptance_length: float | None
     acceptance_rate: float | None
+    round_ms: float | None
+    break_even: float | None
     identical: int | None
     peak_memory_gb: float | None
     joules_per_token: float | None
@@ -75,6 +78,8 @@ def _figures(results: Results, setting: str, group: str, contestant: str, prompt
     speeds = [[tps for run in result.of(contestant) if (tps := run.decode_tps)] for result in prompts]
     ratios = [result.answer_speedup(contestant, baseline) for result in prompts] if other else []
     compared = other and contestant in results.comparable.get(setting, [])
+    plain_ms = middle(result.plain_round_ms(baseline) for result in prompts)
+    round_ms = middle(result.drafted_round_ms(contestant) for result in prompts) if other else plain_ms
     return Figures(
         setting=setting,
         group=group,
@@ -92,6 +97,8 @@ def _figures(results: Results, setting: str, group: str, contestant: str, prompt
         slower=sum(1 for value in ratios if value is not None and value < 1) if other else None,
         mean_acceptance_length=middle(r.acceptance(contestant, "mean_acceptance_length") for r in prompts),
         acceptance_rate=middle(r.acceptance(contestant, "acceptance_rate") for r in prompts),
+        round_ms=round_ms,
+        break_even=ratio(plain_ms, round_ms) if other else None,
         identical=sum(r.first_difference(contestant, baseline) is None for r in prompts) if compared else None,
         peak_memory_gb=max((run.peak_memory_gb for run in runs if run.peak_memory_gb), default=None),
         joules_per_token=_joules_per_token(runs),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from statistics import mean
 from typing import Any
 
 from dflash_mlx.bench.prompts import BenchPrompt
@@ -111,6 +112,15 @@ class PromptResult:
         """Median over the repeats in which a draft was verified."""
         counts = [run.acceptance for run in self.of(contestant) if run.acceptance and run.acceptance["rounds"]]
         return middle(float(count[key]) for count in counts)
+
+    def plain_round_ms(self, contestant: str) -> float | None:
+        """Milliseconds of a round without drafts, each of which gives a token: median over the repeats."""
+        return middle(1000 / tps for run in self.of(contestant) if (tps := run.decode_tps))
+
+    def drafted_round_ms(self, contestant: str) -> float | None:
+        """Milliseconds of a round that verified drafts, on average: median over the repeats."""
+        drafted = [[r.ms for r in run.rounds if r.width] for run in self.of(contestant)]
+        return middle(mean(times) for times in drafted if times)
 
     def first_difference(self, contestant: str, baseline: str) -> int | None:
         """The earliest index at which an answer leaves its repeat's baseline; None: all are identical."""

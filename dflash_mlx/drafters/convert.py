@@ -79,14 +79,20 @@ def convert_drafter(
 _NAMES = {"zlab": "z-lab", "speculators": "speculators"}
 
 
-def _to_zlab(checkpoint: Checkpoint, target_layers: int | None) -> tuple[dict[str, Any], Weights]:
-    config = from_speculators(checkpoint.raw)
+def zlab_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """A drafter's config.json in z-lab's layout, but for a reduced vocabulary and the number of the target's layers."""
+    config = {**(from_speculators(raw) if is_speculators(raw) else raw)}
     config.pop("draft_vocab_size", None)
+    return config | {"dflash_config": {**config["dflash_config"]}}
+
+
+def _to_zlab(checkpoint: Checkpoint, target_layers: int | None) -> tuple[dict[str, Any], Weights]:
+    config = zlab_config(checkpoint.raw)
     config["num_target_layers"] = target_layers or config.get("num_target_layers")
     ids = checkpoint.config.draft_token_ids
     if ids:
-        config["dflash_config"] = {**config["dflash_config"], "draft_token_ids": list(ids)}
-    return config, _public(checkpoint.weights)
+        config["dflash_config"]["draft_token_ids"] = list(ids)
+    return config, public_names(checkpoint.weights)
 
 
 def _to_speculators(checkpoint: Checkpoint, target: str | None) -> tuple[dict[str, Any], Weights]:
@@ -124,7 +130,7 @@ def _to_speculators(checkpoint: Checkpoint, target: str | None) -> tuple[dict[st
             "verifier": {"name_or_path": target, "architectures": []},
         },
     }
-    weights = _public(checkpoint.weights)
+    weights = public_names(checkpoint.weights)
     if config.draft_token_ids:
         ids = mx.array(config.draft_token_ids, dtype=mx.int64)
         weights["d2t"] = ids - mx.arange(size, dtype=mx.int64)
@@ -132,7 +138,7 @@ def _to_speculators(checkpoint: Checkpoint, target: str | None) -> tuple[dict[st
     return converted, weights
 
 
-def _public(weights: Weights) -> Weights:
+def public_names(weights: Weights) -> Weights:
     """Tensors under their public names."""
     return {name.removesuffix(".weight") if name.startswith(CODEBOOKS) else name: x for name, x in weights.items()}
 

@@ -11,16 +11,19 @@ _KNOWN, _MOST_SURPRISE = 3, 3.0
 
 
 class ReadingTimes:
-    """Seconds of a pass over some tokens of prompts: a `fixed` part, and one `a_token`.
+    """Seconds that a pass over some tokens of prompts costs: a `fixed` part, and one `a_token`.
 
     The fixed part is learnt from prompts that are read whole, from their beginning: by the line that fits them best,
     old ones counting less and less (least squares). While those have about the same size, it is taken to be none. A
     token's part is that of the newest passes, since it grows with what stands before it. For the same reason the fixed
     part of chunks is learnt from two of different sizes that followed each other.
+
+    shared: what prompts that are read in one pass have in common, as far as is known: the fixed part; half of a pass
+    while all had about the same size, so that some are read together, and the sizes differ.
     """
 
     def __init__(self) -> None:
-        self.fixed, self.a_token = 0.0, 0.0
+        self.fixed, self.a_token, self.shared = 0.0, 0.0, 0.0
         self._count = self._x = self._y = self._xx = self._xy = 0.0
         # Of chunks: the last one's tokens and seconds, the fixed part, and how many had about the same size.
         self._chunk: tuple[int, float] | None = None
@@ -69,10 +72,10 @@ class ReadingTimes:
         size, mean = self._x / self._count, self._y / self._count
         spread = self._xx / self._count - size * size
         if spread < (_SPREAD * size) ** 2:
-            self.fixed = 0.0
+            self.fixed, self.shared = 0.0, 0.5 * mean
             return
         slope = (self._xy / self._count - size * mean) / spread
-        self.fixed = mean - min(max(slope, 0.0), mean / size) * size
+        self.fixed = self.shared = mean - min(max(slope, 0.0), mean / size) * size
 
     def seconds(self, tokens: int) -> float:
         return self.fixed + self.a_token * tokens

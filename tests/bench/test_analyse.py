@@ -54,6 +54,8 @@ def test_medians_and_totals() -> None:
     assert total.speedup == pytest.approx(2.0)  # of 4, 2, 0.5
     assert total.speedup_total == pytest.approx(13.0 / 5.5)
     assert total.mean_acceptance_length == pytest.approx(2.0)  # of 5, 2, 1.25
+    assert (code_plain.round_ms, code_plain.break_even) == (pytest.approx(75.0), None)  # 100 and 50 ms a token
+    assert (code.round_ms, code.break_even) == (pytest.approx(104.0), pytest.approx(104 / 75))
 
 
 def test_prompts_that_were_cut_short_are_left_out() -> None:

@@ -157,7 +157,6 @@ def test_an_error_in_the_middle_keeps_what_is_finished(
         (["--sweep", "width=3", "--no-draft"], "--no-draft leaves out"),
         (["--also", "widht=3"], "Did you mean width?"),
         (["--also", "dtype=int8"], "dtype should be one of"),
-        (["--also", "draft-model=./x"], "--model TARGET"),
         (["--also", "width=3", "--also", "width=3"], "two contestants are called 'width=3'"),
         (["--tree"], "--tree needs --width N"),
         (["compare", "/nowhere/a", "/nowhere/b"], "cannot read the result in /nowhere/a"),

@@ -164,7 +164,7 @@ def test_tables_show_prompts_and_groups() -> None:
     assert "…" not in shown
     figures = text.figure_rows(analyse(results))
     assert figures[-1][:2] == ["all", "drafted"]
-    assert figures[-1][8] == "5 of 6"
+    assert figures[-1][7:11] == ["3.00", "1.04", "104.0 ms", "5 of 6"]
 
 
 def test_results_come_back_as_they_were_written() -> None:

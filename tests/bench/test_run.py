@@ -1,6 +1,7 @@
 """The order of the runs and what is measured in them, on contestants that keep their own time."""
 
 import itertools
+import time
 from collections import Counter
 
 import pytest
@@ -115,7 +116,19 @@ def test_what_was_measured_before_an_interruption_is_kept() -> None:
 def test_warming_up_runs_every_contestant() -> None:
     both = fakes(same_tokens)
     assert warm_up(both, "p", PARAMS, max_tokens=4).keys() == both.keys()
-    assert both["plain"].time.asked == [("p", "plain"), ("p", "drafted")]
+    assert both["plain"].time.asked == [("p", "plain"), ("p", "plain"), ("p", "drafted"), ("p", "drafted")]
+
+
+def test_what_is_made_once_does_not_count_for_the_estimate() -> None:
+    asked: list[str] = []
+
+    def slow_at_first(prompt: str, name: str) -> list[int]:
+        if name not in asked:
+            time.sleep(0.3)
+        asked.append(name)
+        return [1, 2]
+
+    assert max(warm_up(fakes(slow_at_first), "p", PARAMS, max_tokens=4).values()) < 0.2
 
 
 def test_the_time_that_is_left() -> None:

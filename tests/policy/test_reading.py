@@ -32,6 +32,10 @@ def test_while_all_passes_have_one_size_the_fixed_part_is_none():
     times = learnt(0.02, 0.001, [60, 62, 58, 60])
     assert times.fixed == 0.0
     assert times.a_token == pytest.approx(0.08 / 60, rel=0.02)
+    # But it pays to find out.
+    assert times.shared == pytest.approx(0.04, rel=0.02)
+    times.observe(600, 0.62, whole=True)
+    assert times.shared == times.fixed == pytest.approx(0.02, rel=0.05)
 
 
 def test_no_part_is_ever_negative():

@@ -54,6 +54,8 @@ FIGURE_HEADER = (
     "first token",
     "prompt tok/s",
     "acceptance length",
+    "pays from",
+    "round",
     "identical",
     "memory",
 )
@@ -85,6 +87,8 @@ def _figure_row(f: Figures) -> list[str]:
         number(f.first_s, ".2f", " s"),
         number(f.prefill_tps, ".0f"),
         number(f.mean_acceptance_length, ".2f"),
+        number(f.break_even, ".2f"),
+        number(f.round_ms, ".1f", " ms"),
         NOTHING if f.identical is None else f"{f.identical} of {f.prompts}",
         number(f.peak_memory_gb, ".2f", " GB"),
     ]
