@@ -12,6 +12,7 @@ from dflash_mlx.answer import GenerationResponse, fitting_max_tokens, require_po
 from dflash_mlx.answering import Answering
 from dflash_mlx.errors import PromptError
 from dflash_mlx.pair import ModelPair, Report
+from dflash_mlx.runtime import free_unused_memory
 from dflash_mlx.server.fair_queue import FairQueue
 from dflash_mlx.server.memory import MemoryBudget, total_need
 from dflash_mlx.server.prefix_cache import PrefixCache
@@ -296,7 +297,7 @@ class Worker:
             self._active.remove(running)
             self._totals.count_finish(reason)
             self._job_seconds = 0.8 * self._job_seconds + 0.2 * (time.perf_counter() - running.started_at)
-        mx.clear_cache()
+        free_unused_memory()
 
     def _stop_all(self) -> None:
         """The time to finish is over."""
@@ -314,7 +315,7 @@ class Worker:
         for ticket in [*(running.ticket for running in left), *waiting]:
             ticket.end(WorkerClosedError(self._error))
         self._cache.clear()
-        mx.clear_cache()
+        free_unused_memory()
 
 
 def worthwhile_lanes(plain: Mapping[int, float]) -> int:
