@@ -23,6 +23,7 @@ from tiny_folder import write_drafter, write_target
 
 from dflash_mlx.generation import generate
 from dflash_mlx.loading import load_pair
+from dflash_mlx.runtime import backend
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.examination import checksums
 
@@ -205,6 +206,15 @@ def test_heads_that_cannot_be_divided_end_all_ranks(folder, llama):
     assert (code, out) == (1, "")
     assert "4 heads (num_attention_heads) cannot be divided by 3 machines" in err.splitlines()[-1]
     assert [len(err.splitlines()) for _, _, err in others] == [1, 1]
+
+
+@pytest.mark.skipif(backend().kind != "cpu", reason="only on CPUs do MLX's connections wait instead of polling")
+def test_a_rank_that_waits_says_that_it_is_there_and_leaves_the_cores_to_others(folder):
+    with ranks(2, *program("late.py"), folder=folder) as processes:
+        [found] = reports(processes)
+    assert found["waited"] > 3
+    assert found["still"] < found["waited"] / 2
+    assert found["processor"] < found["waited"] / 2
 
 
 @pytest.mark.parametrize("victim", [0, 2])
