@@ -136,14 +136,14 @@ class Rows:
         parts = leaves(list(caches))
         buffers = [int(leaf.keys.shape[2]) for leaf in parts if type(leaf) is KVCache and leaf.keys is not None]
         windows = [held(leaf) for leaf in parts if isinstance(leaf, RotatingKVCache)]
-        lengths = RowLengths(mx.array([length], dtype=mx.int32), max([*buffers, _stepped(length)]))
+        lengths = RowLengths(mx.array([length], dtype=mx.int32), max([*buffers, room_for(length)]))
         start = length - min([*windows, length])
         return cls([_to_row(cache, lengths, length) for cache in caches], lengths, [start])
 
     @classmethod
     def blank(cls, caches: Sequence[Any], rows: int, positions: int) -> "Rows":
         """So many rows without a position, and room for some, for a model with such caches (see `fill_blank`)."""
-        lengths = RowLengths(mx.zeros((rows,), dtype=mx.int32), _stepped(positions))
+        lengths = RowLengths(mx.zeros((rows,), dtype=mx.int32), room_for(positions))
         return cls([_blank(cache, lengths) for cache in caches], lengths, [0] * rows)
 
     @property
@@ -170,7 +170,7 @@ class Rows:
     def reserve(self, positions: int) -> None:
         """Make room for this many positions in each row: what the host knows that no length can exceed."""
         if positions > self.lengths.capacity:
-            self._grow(_stepped(positions))
+            self._grow(room_for(positions))
         self.lengths.seen = min(self.lengths.capacity, -(-positions // _SEEN_STEP) * _SEEN_STEP)
         if backend().kind == "cuda":
             # MLX compiles anew for each shape there, and a few more positions cost nothing.
@@ -203,7 +203,7 @@ class Rows:
 
     def take_over(self, other: "Rows", places: Sequence[int]) -> None:
         """Take the rows of another, each into the place of one that holds nothing."""
-        capacity = _stepped(max(self.lengths.capacity, other.lengths.capacity))
+        capacity = room_for(max(self.lengths.capacity, other.lengths.capacity))
         self._grow(capacity)
         other._grow(capacity)
         runs = _runs(places)
@@ -329,7 +329,7 @@ def _give(leaf: RowKVCache, row: int, length: int, origin: Any, start: int) -> N
         fill_window(origin, keys, values, length)
         return
     if leaf.keys.shape[0] > 1:
-        arrays = tuple(mx.contiguous(array[row : row + 1, :, : _stepped(length)]) for array in arrays)
+        arrays = tuple(mx.contiguous(array[row : row + 1, :, : room_for(length)]) for array in arrays)
     origin.keys, origin.values = arrays
     origin.offset = length
 
@@ -353,6 +353,12 @@ def _runs(places: Sequence[int]) -> list[tuple[slice, int]]:
     return runs
 
 
-def _stepped(positions: int) -> int:
-    """Room for this many positions, in the steps by which caches grow."""
-    return -(-max(positions, 1) // _STEP) * _STEP
+def room_for(positions: int) -> int:
+    """Room for this many positions, in the steps by which caches grow.
+
+    On CUDA, where MLX compiles anew for each size, larger caches grow in larger steps, up to a quarter of their size.
+    """
+    step = _STEP
+    if backend().kind == "cuda":
+        step = max(step, (1 << positions.bit_length()) // 8)
+    return -(-max(positions, 1) // step) * step

@@ -25,6 +25,8 @@ _STEEP = 2.0
 _WORTH = 1.1
 # After this many rounds whose drafts were not worth it, this many are made without drafting; more each time.
 _MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 16, 256
+# After this many drafted rounds, four times as many each time, some plain ones show what they really take.
+_FIRST_CHECK, _LONGEST_CHECK, _CHECK = 32, 2048, 8
 
 
 @dataclass
@@ -105,6 +107,8 @@ class GroupWidth:
         self._expected = 0.0
         # Rounds in a row whose drafts were not worth it, rounds left without drafting, and how many the next time.
         self._unused, self._rest, self._next_rest = 0, 0, _FIRST_REST
+        # Drafted rounds since the last plain ones, and after how many these are looked at again.
+        self._drafted, self._next_check = 0, _FIRST_CHECK
 
     @property
     def reads_confidence(self) -> bool:
@@ -113,10 +117,8 @@ class GroupWidth:
 
     def next_width(self, lanes: int) -> int:
         self._lanes = lanes
-        if self._rest > 0:
-            self._rest -= 1
-            return 0
-        if self.pauses.take_rest():
+        if self._rests():
+            self._drafted = 0
             return 0
         if self.reads_confidence:
             # Drafting costs time too: not much further than drafts were lately.
@@ -126,6 +128,11 @@ class GroupWidth:
         if self._width not in speeds or speeds[best] > _WORTH * speeds[self._width]:
             self._width = best
         self._count_unused(speeds[best] * self.costs.round(lanes, 0) > _WORTH)
+        self._drafted += 1
+        if self._drafted > self._next_check:
+            self._next_check = min(4 * self._next_check, _LONGEST_CHECK)
+            self._drafted, self._rest = 0, max(self._rest, _CHECK - 1)
+            return 0
         return self._width
 
     def choose(self, candidates: Sequence[Candidates], *, rows: int) -> int:
@@ -158,6 +165,13 @@ class GroupWidth:
         self._expected = 0.0
         seconds = self.costs.round(report.rows, report.width, drafted=report.drafted)
         self.pauses.observe(mean + 1, seconds, self.costs.round(report.rows, 0))
+
+    def _rests(self) -> bool:
+        """Whether the next round is one of those without drafting that were decided on before."""
+        if self._rest > 0:
+            self._rest -= 1
+            return True
+        return self.pauses.take_rest()
 
     def _count_unused(self, pays: bool) -> None:
         """Rest from drafting after some rounds in a row of which none was worth it."""

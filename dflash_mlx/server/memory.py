@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.caches.own import arrays_of
+from dflash_mlx.caches.rows import room_for
 from dflash_mlx.decoding.decode import PREFILL_STEP
 from dflash_mlx.generation import fitting_max_tokens
 from dflash_mlx.pair import ModelPair
@@ -14,8 +15,6 @@ from dflash_mlx.runtime import backend, free_unused_memory
 from dflash_mlx.scoring import SCORED_AT_ONCE
 from dflash_mlx.server.ticket import Job, TooLargeError
 
-# Caches grow in steps of this many positions.
-_STEP = 256
 # The share of the machine's memory that models, caches and answers may take: the system and other programs need some.
 _SHARES = {"metal": 0.75, "cuda": 0.9, "cpu": 0.75}
 _PROBE_TOKENS = 32
@@ -37,7 +36,7 @@ class SessionSize:
     growing: tuple[tuple[int, int | None], ...]
 
     def bytes(self, tokens: int) -> int:
-        steps = -(-tokens // _STEP) * _STEP
+        steps = room_for(tokens)
         return self.fixed + sum(rate * (steps if most is None else min(steps, most)) for rate, most in self.growing)
 
 

@@ -1,6 +1,7 @@
 """Rows of different lengths compute what mlx-lm's caches compute for each answer alone, and give them back."""
 
 import itertools
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -8,7 +9,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from tiny import VOCAB, join, tiny_target
 from tiny_families import WINDOW, family_target, unavailable
 
-from dflash_mlx.caches.rows import RowKVCache, RowLengths, Rows, fits
+from dflash_mlx import runtime
+from dflash_mlx.caches import rows as caches_in_rows
+from dflash_mlx.caches.rows import RowKVCache, RowLengths, Rows, fits, room_for
 
 FAMILIES = ["llama", "qwen3", "llama, sliding", "gemma4, shared keys", "glm_moe_dsa", "qwen3_next"]
 BLOCK, MORE = [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]
@@ -255,3 +258,13 @@ def test_only_known_kinds_fit():
     assert not fits([KVCache(), CacheList(KVCache(), OwnCache())])
     assert not fits([RotatingKVCache(max_size=8, keep=4)])
     assert not fits([])
+
+
+@pytest.mark.parametrize(("kind", "of_2100"), [("cpu", 2304), ("cuda", 2560)])
+def test_caches_grow_in_steps(kind, of_2100, monkeypatch):
+    """On CUDA in larger ones when they are large."""
+    machine = replace(runtime.backend(), kind=kind)
+    monkeypatch.setattr(caches_in_rows, "backend", lambda: machine)
+    assert [room_for(positions) for positions in (0, 256, 257, 2100)] == [256, 256, 512, of_2100]
+    for positions in range(1, 40_000, 37):
+        assert positions <= room_for(positions) <= max(positions + 255, 1.25 * positions)

@@ -222,7 +222,24 @@ def test_lanes_rest_where_the_best_width_brings_no_more_than_plain_rounds():
     rests = [16, 32]
     assert [policy.next_width(8) for _ in range(56)] == [width for n in rests for width in [1] * 4 + [0] * n]
     policy.estimate = Expects({1: 1.66})
-    assert [policy.next_width(8) for _ in range(40)] == [1] * 40
+    assert [policy.next_width(8) for _ in range(30)] == [1] * 30
+
+
+def test_what_plain_rounds_take_is_looked_at_again():
+    """After 32 drafted rounds in a row, then after 128 and so on, eight plain ones; rests show it as well."""
+    policy = GroupWidth(costs_by_width({1: 3.0, 15: 3.0}), PLACES)
+    policy.estimate = Expects({3: 3.0})
+    expected = [3] * 32 + [0] * 8 + [3] * 128 + [0] * 8 + [3] * 512 + [0] * 8 + [3]
+    assert [policy.next_width(8) for _ in range(len(expected))] == expected
+
+
+def test_costs_that_were_measured_wrong_are_found_out():
+    """A drafted round was measured to take 1.1 plain ones, and takes 2.5; it brings 2.2 tokens."""
+    wrong = GroupCosts({8: 1.4}, {16: 1.5, 128: 1.5}, {16: 0.04, 128: 0.04})
+    truth = GroupCosts({8: 1.0}, {16: 2.4, 128: 2.4}, {16: 0.1, 128: 0.1})
+    policy = GroupWidth(wrong, PLACES)
+    assert not policy.reads_confidence
+    assert run(policy, truth, sure(0.55), 8, 2000) > 0.97
 
 
 def test_cheap_drafts_that_are_never_verified_are_not_made_for_ever():
