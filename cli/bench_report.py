@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_mlx.cli.output import is_terminal, note, styled, terminal_width
+from dflash_mlx.cli.output import is_terminal, note, say, terminal_width
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def show(results: "Results", figures: "Sequence[Figures]", *, as_json: bool) -> 
         print(_document(results, figures))
         return
     for number, line in enumerate(verdict(results, figures) or ["Nothing was finished."]):
-        print(styled(line, "bold", sys.stdout) if number == 0 else line)
+        say(line, style="bold" if number == 0 else None)
     rows = text.prompt_rows(results)
     if 0 < len(rows) <= _MOST_ROWS:
         _table(text.prompt_header(results), rows)
@@ -38,7 +38,7 @@ def show(results: "Results", figures: "Sequence[Figures]", *, as_json: bool) -> 
     if results.load:
         _table(text.load_header(), text.load_rows(results))
     for line in text.extra_lines(results, figures):
-        print(line)
+        say(line)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -85,7 +85,11 @@ def read_result(path: Path) -> "Results":
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"cannot read the result in {file}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"cannot read the result in {file}: {reason}. Give the folder that `dflash-mlx bench --out` wrote, or "
+            f"its {FILES[0]}."
+        ) from error
     return from_json(found, str(file))
 
 
@@ -98,4 +102,4 @@ def print_comparison(a: "Results", b: "Results", *, as_json: bool) -> None:
         print(json.dumps({"verdict": sentences(found)[0], **found.to_json()}, ensure_ascii=False, indent=1))
         return
     for number, line in enumerate(sentences(found)):
-        print(styled(line, "bold", sys.stdout) if number == 0 else line)
+        say(line, style="bold" if number == 0 else None)

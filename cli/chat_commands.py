@@ -147,7 +147,7 @@ def _set(conversation: Conversation, argument: str) -> str:
         raise UsageError(f"there is no setting {name!r}; there are {', '.join(_CHANGEABLE)}, draft and thinking.")
     else:
         none = name == "seed" and text in ("none", "off")
-        conversation.settings[name.replace("-", "_")] = None if none else settings.parse(name, text)
+        conversation.settings[name.replace("-", "_")] = None if none else settings.parse(name, text, called=name)
     return f"{name} is {text} from now on."
 
 

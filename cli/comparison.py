@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dflash_mlx.cli.output import note, styled
+from dflash_mlx.cli.output import note, say, styled
 from dflash_mlx.cli.streaming import answer
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def run_comparison(
     if as_json:
         print(json.dumps({**results, **found}, ensure_ascii=False))
     else:
-        print("\n".join(verdict(results["plain"], results["drafted"])))
+        say("\n".join(verdict(results["plain"], results["drafted"])))
 
 
 def comparison(plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_mlx.cli.kept import Kept, keep, new_path
 from dflash_mlx.cli.live import LiveText
-from dflash_mlx.cli.output import READING, live_line
+from dflash_mlx.cli.output import live_line
+from dflash_mlx.cli.streaming import begin
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class Conversation:
         self.last, self.interrupted = None, False
         try:
             params = SamplingParams(**self.settings)
+            begin(self.pair, live, draft=self.draft)
             with stop_switch() as switch:
                 responses = stream_generate(
                     self.pair,
@@ -161,7 +163,6 @@ class Conversation:
                     on_prefill=switch.during_prefill,
                 )
                 try:
-                    live.write("", READING)
                     for response in responses:
                         live.write(response.text, live_line(response))
                         self.last = response

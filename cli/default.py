@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_mlx.cli import options
-from dflash_mlx.cli.output import note
+from dflash_mlx.cli.output import note, say
 from dflash_mlx.cli.settings import SETTINGS, parser
 from dflash_mlx.errors import DFlashError, UsageError
 
@@ -60,7 +60,7 @@ def default_command(
             print(f"{value} is the default now" if name == "pair" else f"{name}: {value or 'none'}")
     else:
         name, reason = default_pair()
-        print(f"{name} ({reason})")
+        say(f"{name} ({reason})")
         for setting in ("temperature", "system"):
             if setting in read_settings():
                 print(f"{setting}: {read_settings()[setting]}")

@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from dflash_mlx.cli.output import styled
+from dflash_mlx.cli.output import marked, say
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hub.registry import ModelSource, find_pair, parse_source
 from dflash_mlx.targets.examination import Machine, problems
@@ -35,18 +35,18 @@ def _print(found: list[Machine], wrong: list[str], source: ModelSource | None) -
     for machine in found:
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         memory = f"{machine.memory_bytes / 2**30:.0f} GiB"
-        print(f"rank {machine.rank}: {machine.host}, {machine.chip}, {memory}, {machine.os}; {versions}")
+        say(f"rank {machine.rank}: {machine.host}, {machine.chip}, {memory}, {machine.os}; {versions}")
     first = found[0]
-    print(
+    say(
         f"connection: {first.small_ms:.2f} ms for a small sum over all machines, "
         f"{first.megabytes_a_second:,.0f} MB/s for large ones"
     )
     if source is not None:
         for machine in found:
             files = "not there; the first use fetches it" if machine.files is None else f"{len(machine.files)} files"
-            print(f"{source} on rank {machine.rank}: {files}")
+            say(f"{source} on rank {machine.rank}: {files}")
     print()
     for problem in wrong:
-        print(styled("broken: ", "red", sys.stdout) + problem)
+        print(marked("broken:", problem, "red", sys.stdout))
     if not wrong:
-        print(styled("The machines can compute a model together.", "green", sys.stdout))
+        say("The machines can compute a model together.", style="green")

@@ -11,12 +11,14 @@ Words stay whole: one that would cross the last column is erased there and writt
 
 import os
 import re
+import stat
 import sys
 import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TextIO
 
 from rich.cells import cell_len, set_cell_size
 
@@ -34,13 +36,14 @@ _SECONDS_BETWEEN_DRAWINGS = 0.08
 class LiveText:
     """Write an answer piece by piece to stdout, and a status line to stderr when a person watches it.
 
-    Where stdout is no terminal, the text passes through unchanged and the status line stands alone.
+    Where stdout is a file, the text passes through unchanged and the status line stands alone.
     """
 
     def __init__(self, *, status: bool = True, echo: bool = True, markdown: bool = False) -> None:
         self._echo = echo
         self._text_on_screen = echo and is_terminal(sys.stdout)
-        self._live = status and is_terminal(sys.stderr)
+        # What reads a pipe may write to this terminal, too (`| tee answer.txt`), in the middle of the line.
+        self._live = status and is_terminal(sys.stderr) and not (echo and _is_pipe(sys.stdout))
         self._width = terminal_width()
         self._column = 0
         self._word = ""  # what stands before the cursor since the last space, and where it begins
@@ -142,7 +145,7 @@ class LiveText:
         self._width = terminal_width()
         if self._text_on_screen and self._column >= self._width:
             return
-        line = set_cell_size(self._status, min(cell_len(self._status), self._width - 1))
+        line = fitting(self._status, self._width - 1)
         line = styled(line, "dim", sys.stderr)
         if self._text_on_screen:
             line = f"{_MAKE_ROW_BELOW}{_SAVE}\x1b[B{_ERASE_LINE}{line}{_RESTORE}"
@@ -160,6 +163,20 @@ class LiveText:
         sys.stderr.write(_ERASE_BELOW if self._text_on_screen else _ERASE_LINE)
         sys.stderr.flush()
         self._drawn = False
+
+
+def _is_pipe(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):  # closed, or no file
+        return False
+
+
+def fitting(status: str, room: int) -> str:
+    """As many parts of a status, with dots ( · ) between them, as fit into `room` cells; the first one is cut."""
+    while cell_len(status) > room and " · " in status:
+        status = status.rpartition(" · ")[0]
+    return set_cell_size(status, min(cell_len(status), room))
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """`dflash-mlx models`: the pairs that are known, what each needs, and whether it works here."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ from typer.core import TyperGroup
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.models_table import print_table, size_words, yes_or_no
-from dflash_mlx.cli.output import note, wrapped
+from dflash_mlx.cli.output import note, say
 
 if TYPE_CHECKING:
     from dflash_mlx.hub.registry import PairSpec
@@ -108,7 +107,7 @@ def list_command(
     if shown:
         print_table(shown, show_fits=not (only_fitting or fits))
     elif not only_fitting:
-        print("no known pair is like that; `dflash-mlx models list --all` lists them all")
+        say("no known pair is like that; `dflash-mlx models list --all` lists them all")
     if only_fitting and len(shown) < len(pairs):
         note(
             f"{len(pairs) - len(shown)} more pairs are too large for this machine or of unknown size: "
@@ -135,7 +134,7 @@ def show_command(name: Name, as_json: options.Json = False) -> None:
     }
     for key, label in _LABELS.items():
         if words[key] not in ("", []):
-            print(wrapped(f"{label + ':':<20}{_words(words[key])}", sys.stdout))
+            say(f"{label + ':':<20}{_words(words[key])}")
     for other in pair["other_targets"]:
         print(f"{'other target:':<20}{other}")
 
@@ -147,14 +146,14 @@ def check_command(name: Name, precision: options.Precision = options.DType.auto,
     Example: dflash-mlx models check demo
     """
     spec = find_spec(name)
-    pair = options.ModelChoice(pair=spec.name, dtype=precision).open()
+    pair = options.ModelChoice(pair=spec.name, dtype=precision, can_be_plain=False, recheck=True).open()
     if as_json:
         content = {"pair": spec.name, "ok": True, "checks": pair.checks, "load_seconds": round(pair.load_seconds, 3)}
         print(json.dumps(content, ensure_ascii=False))
         return
     for line in pair.checks:
-        print(f"ok: {line}")
-    print(f"{spec.name} works here: target and drafter belong together")
+        say(f"ok: {line}")
+    say(f"{spec.name} works here: target and drafter belong together")
 
 
 def find_spec(name: str) -> "PairSpec":

@@ -265,7 +265,7 @@ def require_width(width: int | None, *, tree: bool, no_draft: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """What the user said about the models. can_be_plain: the command has --no-draft."""
+    """What the user said about the models. can_be_plain: the command has --no-draft. recheck: see `load_pair`."""
 
     pair: str | None = None
     model: str | None = None
@@ -278,6 +278,7 @@ class ModelChoice:
     can_be_plain: bool = True
     no_kernels: bool = False
     exact: bool = False
+    recheck: bool = False
 
     def open(self) -> "ModelPair":
         """Load it, with progress on stderr. Raises what `load_pair` raises."""
@@ -297,6 +298,7 @@ class ModelChoice:
                     block_size=self.block_size,
                     kernels=not self.no_kernels,
                     exact=self.exact,
+                    recheck=self.recheck,
                     report=progress.report,
                 )
                 if self.steps > 1:

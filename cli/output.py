@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 READING = "reading the prompt"
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "01234567"
+# Group 1 is a command; else a part up to its dot, or the last one.
+_COMMAND_OR_PART = re.compile(r"(`[^`]*`)|[^\s·][^·]* ·|(?<=· )[^·]+$")
 _STYLES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
 
@@ -37,7 +39,7 @@ def wrapped(text: str, stream: TextIO) -> str:
     """Text broken between words where `stream` is a narrow terminal.
 
     A line in columns, which have two or more spaces between them, goes on under its last column. Commands in backticks
-    stay whole, so that they can be copied.
+    stay whole, so that they can be copied; so do parts with dots ( · ) between them, as long as they fit into a row.
     """
     if not is_terminal(stream):
         return text
@@ -46,12 +48,17 @@ def wrapped(text: str, stream: TextIO) -> str:
     for line in text.split("\n"):
         columns = re.match(r"(.*\S)? {2,}(?=\S)", line)
         indent = columns.end() if columns and columns.end() < room - 20 else 0
-        whole = re.sub(r"`[^`]*`", lambda command: command[0].replace(" ", "\0"), line)
+        whole = _COMMAND_OR_PART.sub(lambda part: _glued(part[0]) if part[1] or len(part[0]) <= room else part[0], line)
         wrapper = textwrap.TextWrapper(
             room, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
         )
         lines.append(wrapper.fill(whole).replace("\0", " "))
     return "\n".join(lines)
+
+
+def _glued(text: str) -> str:
+    """Text with other characters in place of spaces, at which it is not broken."""
+    return text.replace(" ", "\0")
 
 
 def marked(mark: str, text: str, style: str, stream: TextIO) -> str:
@@ -63,6 +70,12 @@ def note(text: str, *, style: str = "dim", copyable: bool = False) -> None:
     """Words on stderr, broken between words where a terminal is narrow. copyable: a command to copy, in one piece."""
     words = text if copyable else wrapped(text, sys.stderr)
     print(styled(words, style, sys.stderr), file=sys.stderr, flush=True)
+
+
+def say(text: str, *, style: str | None = None) -> None:
+    """A sentence of a result on stdout, broken between words where a terminal is narrow."""
+    words = wrapped(text, sys.stdout)
+    print(styled(words, style, sys.stdout) if style else words, flush=True)
 
 
 def printable(text: str) -> str:

@@ -8,7 +8,7 @@ import typer
 
 from dflash_mlx.bench.prompts import built_in, choose_category, read_prompts, short_prompts
 from dflash_mlx.cli import options
-from dflash_mlx.cli.output import LoadProgress
+from dflash_mlx.cli.output import LoadProgress, say
 
 if TYPE_CHECKING:
     from dflash_mlx.parity import ParityReport
@@ -104,10 +104,10 @@ def _print(report: "ParityReport") -> None:
         words = f"{result.tokens} tokens, identical"
         if result.first_difference is not None:
             words = f"parts at token {result.first_difference}, where plain decoding's gap was {result.gap:.3g}"
-        print(f"{result.name + ':':<12}{words} (rounding moves gaps by up to {result.rounding:.2g})")
+        say(f"{result.name + ':':<12}{words} (rounding moves gaps by up to {result.rounding:.2g})")
     for counted in report.sampled:
-        print(
+        say(
             f"{counted.samples} samples {counted.acceptance_rule}: total variation {counted.total_variation:.3f} "
             f"(chance alone: about {counted.expected_variation:.3f}), chi-square p = {counted.p_value:.3g}"
         )
-    print(report.verdict())
+    say(report.verdict())

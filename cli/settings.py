@@ -31,15 +31,18 @@ SETTINGS = {
 }
 
 
-def parse(name: str, text: str) -> Any:
-    """The value that `text` gives to a setting. Raises UsageError, which says what was expected."""
+def parse(name: str, text: str, *, called: str | None = None) -> Any:
+    """The value that `text` gives to a setting. Raises UsageError, which says what was expected.
+
+    called: what the user called the setting, if not by its option.
+    """
     setting = SETTINGS[name]
     try:
         value = setting.kind(text)
     except ValueError:
         value = None
     if value is None or not setting.allows(value):
-        raise UsageError(f"--{name} is {text}; expected {setting.expected}.")
+        raise UsageError(f"{called or f'--{name}'} is {text}; expected {setting.expected}.")
     return value
 
 

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from dflash_mlx.sampling import SamplingParams
 
 
+def begin(pair: "ModelPair", live: LiveText, *, draft: bool) -> None:
+    """Say what happens before the first word. draft: widths are chosen by measurement, which the first time takes a
+    while, so it is done and named here."""
+    if draft and pair.drafter is not None:
+        pair.round_costs(lambda message, fraction: live.write("", message))
+    live.write("", READING)
+
+
 def answer(
     pair: "ModelPair",
     prompt: Any,
@@ -32,7 +40,7 @@ def answer(
     notices: list[str] = []
     last = None
     with quiet_keyboard(), LiveText(echo=echo, markdown=markdown) as live:
-        live.write("", READING)
+        begin(pair, live, draft=draft and width is None)
         for response in stream_generate(
             pair, prompt, params, draft=draft, width=width, tree=tree, constraint=constraint
         ):

@@ -11,7 +11,8 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
-from dflash_mlx.checks import GUESS_TEXT, check_pair, check_shapes, read_guesses
+from dflash_mlx.checked import check_once, examine
+from dflash_mlx.checks import check_shapes
 from dflash_mlx.choice import Choice, choose_models, method_called
 from dflash_mlx.drafters.loading import check as check_method
 from dflash_mlx.drafters.loading import load
@@ -49,17 +50,30 @@ def load_pair(
     kernels: bool = True,
     exact: bool = False,
     check: bool = True,
+    recheck: bool = False,
     report: Report | None = None,
 ) -> ModelPair:
     """Load a known pair by `name`, or a target (`model`) and drafter (`draft_model`) by Hub id or folder.
 
+<<<<<<< HEAD
+    A pair's target may have another drafter: `name` and `draft_model`. method: how to draft, one of
+    `drafters.methods.Method`; "auto" goes by the drafter's files, and without a drafter it takes the target's own head
+    for multi-token prediction, else the text itself. draft=False, or the method "plain", loads the target alone. dtype:
+    "auto" (float32 on a CPU, the model's own on a GPU), "float32", "bfloat16" or "float16". block_size: the largest
+    block of a round, at most the drafter's own. kernels=False computes with MLX's own operations alone. exact=True
+    computes each token alike in any pass, which is slower: answers are then the same with and without drafts in any
+    precision. check=False skips the checks that run the models. report(message, fraction done or None) follows
+    progress. Downloads what is missing.
+=======
     method: how to draft, one of `drafters.methods.Method`; "auto" goes by the drafter's files, and without a drafter it
     takes the target's own head for multi-token prediction, else the text itself. draft=False, or the method "plain",
     loads the target alone. dtype: "auto" (float32 on a CPU, the model's own on a GPU), "float32", "bfloat16" or
     "float16". block_size: the largest block of a round, at most the drafter's own. kernels=False computes with MLX's
     own operations alone. exact=True computes each token alike in any pass, which is slower: answers are then the same
-    with and without drafts in any precision. check=False skips the checks that run the models. report(message, fraction
-    done or None) follows progress. Downloads what is missing.
+    with and without drafts in any precision. check=False skips the checks that run the models; recheck=True runs them
+    even where these files have passed before. report(message, fraction done or None) follows progress. Downloads what
+    is missing.
+>>>>>>> pleasure
     Raises UsageError, DownloadError, CheckpointError and PairError.
     """
     started = time.perf_counter()
@@ -80,7 +94,7 @@ def load_pair(
         plan, target, tokenizer, activations, block_size=block_size, kernels=kernels, exact=exact, report=report
     )
     if check:
-        _check(pair, report=report)
+        check_once(pair, again=recheck, report=report)
     target.drain()
     pair.load_seconds = time.perf_counter() - started
     return pair
@@ -108,7 +122,9 @@ def pair_around(
     plan = _plan(choose_models(None, str(folder), draft_model, method_called(method)), block_size=None, report=_ignore)
     target = wrap_model(model, read_json(folder / "config.json"))
     pair = _complete(plan, target, tokenizer, activation_dtype(model), kernels=kernels)
-    _check(pair)
+    # What is remembered of the folder need not hold for a model that came otherwise.
+    found = examine(pair, report=_ignore)
+    pair.checks, pair.warnings = pair.checks + found.checks, pair.warnings + found.warnings
     pair.load_seconds = time.perf_counter() - started
     return pair
 
@@ -178,17 +194,6 @@ def _complete(
         checks=checks,
         warnings=[*([warning] if warning else []), *notes],
     )
-
-
-def _check(pair: ModelPair, *, report: Report = _ignore) -> None:
-    """Run both models, and note what is found. Raises PairError."""
-    if pair.drafter is None:
-        return
-    report("checking that target and drafter belong together", None)
-    pair.checks += check_pair(pair.target, pair.drafter, dtype=pair.dtype)
-    guesses = read_guesses(pair.target, pair.drafter, pair.encode_prompt(GUESS_TEXT))
-    if guesses is not None:
-        (pair.warnings if guesses.are_noise else pair.checks).append(guesses.report)
 
 
 def _load_tokenizer(folder: Path) -> TokenizerWrapper:

@@ -36,6 +36,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 from dflash_mlx.drafters.eagle3 import Eagle3Drafter, Eagle3Network
 from dflash_mlx.drafters.eagle3_checkpoint import default_layers, parse_eagle3_config
 from dflash_mlx.drafters.medusa import MedusaNetwork
+from dflash_mlx.errors import DFlashError
 from dflash_mlx.hub.new_folder import write_new_folder
 from dflash_mlx.targets.loading import expand
 from dflash_mlx.targets.target import Target, wrap_model
@@ -49,8 +50,9 @@ HEADS, DRAFTED_TOKENS = 4, 8192
 UNROLLED = 3
 RATE = 1e-3
 
+# Of tokens (B, LENGTH), and of which of them the target answered.
 Loss = Callable[[mx.array, mx.array], mx.array]
-Steps = Callable[[nn.Module, Loss], None]
+Learn = Callable[[nn.Module, Loss], None]
 Weights = dict[str, mx.array]
 
 
@@ -62,13 +64,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="steps that each drafter learns (default: 60)")
     parser.add_argument("--batch-size", type=int, default=8, help="answers in a step (default: 8)")
     options = parser.parse_args()
-    make_stand_ins(
-        options.target, options.out, answers=options.answers, steps=options.steps, batch_size=options.batch_size
-    )
+    try:
+        make_stand_ins(
+            options.target, options.out, answers=options.answers, steps=options.steps, batch_size=options.batch_size
+        )
+    except DFlashError as error:
+        parser.error(str(error))
 
 
 def make_stand_ins(folder: Path, out: Path, *, answers: int, steps: int, batch_size: int) -> None:
-    """Write the three drafters for the target in `folder`."""
+    """Write the three drafters for the target in `folder`. Raises UsageError where one of them is there already."""
     mx.random.seed(0)
     target = load(folder)
     texts = own_answers(target, folder, answers) if steps else []
@@ -127,7 +132,8 @@ def mean_loss(logits: mx.array, labels: mx.array, weights: mx.array) -> mx.array
     return (losses * weights).sum() / mx.maximum(weights.sum(), 1)
 
 
-def make_half(work: Path, folder: Path, learn: Steps) -> None:
+def make_half(work: Path, folder: Path, learn: Learn) -> None:
+    """A model that draft_model takes: it has the target's tokenizer, too."""
     half = load(folder)
     model: Any = half.model
     model.model.layers = model.model.layers[::2]
@@ -142,7 +148,7 @@ def make_half(work: Path, folder: Path, learn: Steps) -> None:
         shutil.copy(file, work)
 
 
-def make_eagle3(work: Path, target: Target, texts: list[Conversation], learn: Steps) -> None:
+def make_eagle3(work: Path, target: Target, texts: list[Conversation], learn: Learn) -> None:
     """It drafts the tokens that the answers hold most often."""
     said = np.concatenate([np.zeros(0, np.int64), *(text.tokens for text in texts)])
     ids = np.sort(np.argsort(-np.bincount(said, minlength=target.vocab_size), kind="stable")[:DRAFTED_TOKENS])
@@ -173,7 +179,7 @@ def make_eagle3(work: Path, target: Target, texts: list[Conversation], learn: St
     save(work, raw, weights, extra={"d2t": mx.array(ids - np.arange(len(ids))), "t2d": drafted})
 
 
-def make_medusa(work: Path, target: Target, learn: Steps) -> None:
+def make_medusa(work: Path, target: Target, learn: Learn) -> None:
     """Heads that begin as the target's own, of which the blocks learn."""
     network = MedusaNetwork(HEADS, target.hidden_size, target.vocab_size, blocks=1)
     for head in network.heads:

@@ -23,6 +23,7 @@ from dflash_mlx.decoding.constraint import json_constraint
 from dflash_mlx.decoding.decode import decode, prefill
 from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.lane import Lane
+from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.drafters import dflash_state
 from dflash_mlx.drafters.denoising import DFlashConfig
@@ -37,27 +38,24 @@ CASES, FEW = int(os.environ.get("LOSSLESS_CASES", "13")), 4
 
 
 class RandomGroup:
-    """Another width each round, 0 included, sometimes by the candidates."""
+    """Another width each round, 0 included, sometimes by the drafts' chances."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.confident_share = rng.choice([0.0, 0.5, 1.0])
 
-    @property
-    def reads_confidence(self) -> bool:
-        return self.rng.random() < self.confident_share
+    def next_round(self, lanes: int) -> Choice:
+        width = self.rng.choice([0, 1, WIDTH, self.rng.randint(0, WIDTH)])
+        return Choice(width, width=None if self.rng.random() < self.confident_share else width)
 
-    def next_width(self, lanes: int) -> int:
-        return self.rng.choice([0, 1, WIDTH, self.rng.randint(0, WIDTH)])
-
-    def choose(self, candidates, *, rows) -> int:
-        assert 0 < len(candidates) <= rows
-        assert len({c.depth for c in candidates}) == 1
-        return self.rng.randint(0, candidates[0].depth)
+    def choose(self, best, *, rows) -> int:
+        assert 0 < len(best) <= rows
+        assert ((best >= 0) & (best < 1.0001)).all()
+        return self.rng.randint(0, best.shape[1])
 
     def observe(self, report) -> None:
         assert report.rows > 1
-        assert all(0 <= kept <= report.width for _, kept, _ in report.kept)
+        assert all(0 <= kept <= report.width for _, kept in report.kept)
 
 
 class Texts(ScriptedDrafter):

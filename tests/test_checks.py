@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 from cases import CASES, write_folder
 from mlx.utils import tree_map
-from tiny import FAMILIES, HIDDEN, LAYERS, SECOND, ScriptedDrafter, randomize, tiny_drafter, tiny_target
+from tiny import FAMILIES, HIDDEN, LAYERS, SECOND, ScriptedDrafter, randomize, tiny_drafter, tiny_eagle3, tiny_target
 from tiny_folder import write_target
 
 from dflash_mlx.checks import GUESS_TEXT, Guesses, check_pair, check_shapes, following, guesses_at, read_guesses
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.checkpoint import load_drafter
-from dflash_mlx.drafters.config import Rope
 from dflash_mlx.drafters.contract import Nobody
 from dflash_mlx.drafters.denoising import DFlashConfig
 from dflash_mlx.drafters.draft_model import DraftModel
-from dflash_mlx.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Network
 from dflash_mlx.drafters.medusa import MedusaDrafter, MedusaNetwork
 from dflash_mlx.drafters.ngram import NgramDrafter
 from dflash_mlx.drafters.with_ngram import WithNgram
@@ -127,24 +125,6 @@ def test_a_drafter_that_knows_something_is_not_noise(wide):
     assert (second.right, second.following, second.are_noise) == (0, 1.0, False)
 
 
-def eagle3(seed, **changes):
-    config = Eagle3Config(
-        hidden_size=HIDDEN,
-        target_hidden_size=HIDDEN,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=MANY,
-        target_layer_ids=(1, 2, 0),
-        rope=Rope(10_000.0),
-        **changes,
-    )
-    network = Eagle3Network(config)
-    randomize(network, seed)
-    return Eagle3Drafter(config, network)
-
-
 def medusa(seed):
     network = MedusaNetwork(2, HIDDEN, MANY, 1)
     randomize(network, seed)
@@ -156,8 +136,10 @@ OTHERS = {
     "sliding": lambda seed: tiny_drafter(seed=seed, vocab_size=MANY, **SLIDING),
     "two steps": lambda seed: tiny_drafter(seed=seed, vocab_size=MANY).drafting_as(DFlashConfig(diffusion_steps=2)),
     "dflash+ngram": lambda seed: WithNgram(tiny_drafter(seed=seed, vocab_size=MANY)),
-    "eagle3": eagle3,
-    "eagle3, some tokens": lambda seed: eagle3(seed, draft_token_ids=tuple(range(MANY - 1, 3, -1))),
+    "eagle3": lambda seed: tiny_eagle3(seed, vocab_size=MANY),
+    "eagle3, some tokens": lambda seed: tiny_eagle3(
+        seed, vocab_size=MANY, draft_token_ids=tuple(range(MANY - 1, 3, -1))
+    ),
     "medusa": medusa,
     "draft_model": lambda seed: DraftModel(tiny_target("qwen3", seed=seed, vocab_size=MANY)),
 }
@@ -222,7 +204,7 @@ def test_loading_a_pair_reports_noise_and_goes_on(tmp_path, monkeypatch):
 
     def load(drafter):
         monkeypatch.setattr("dflash_mlx.drafters.loading.load_drafter", lambda folder, dtype: drafter)
-        return load_pair(model=str(folder), draft_model=str(tmp_path / "drafter"))
+        return load_pair(model=str(folder), draft_model=str(tmp_path / "drafter"), recheck=True)
 
     same = tiny_drafter()
     same.adjust_logits = lambda logits: mx.zeros_like(logits) + (mx.arange(logits.shape[-1]) == unwanted)

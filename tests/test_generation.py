@@ -11,8 +11,12 @@ from dflash_mlx import loading
 from dflash_mlx.answer import Answer
 from dflash_mlx.answering import Answering
 from dflash_mlx.caches.target_caches import BatchCaches
+from dflash_mlx.choice import choose_models
+from dflash_mlx.decoding.policies import Observation
+from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import DownloadError, PromptError, UsageError
 from dflash_mlx.generation import generate, generate_many, hold_back, stream_generate
+from dflash_mlx.hub.registry import ModelSource, find_pair
 from dflash_mlx.hub.resolve import TargetFacts
 from dflash_mlx.loading import load_pair
 from dflash_mlx.pair import ModelPair
@@ -220,6 +224,16 @@ def test_load_pair_needs_to_know_what(arguments, message, monkeypatch):
         load_pair(**arguments)
 
 
+def test_a_pair_may_have_another_drafter(tmp_path):
+    spec, folder = find_pair("demo"), ModelSource(kind="folder", path=str(tmp_path.resolve()))
+    for method in (Method.auto, Method.eagle3, Method.mtp):
+        found = choose_models("demo", None, str(tmp_path), method)
+        assert (found.target, found.drafter, found.method) == (spec.target, folder, method)
+    assert choose_models("demo", None, None, Method.auto).drafter == spec.drafter
+    with pytest.raises(UsageError, match="leave --draft-model out"):
+        choose_models("demo", None, str(tmp_path), Method.ngram)
+
+
 def test_without_a_known_drafter_the_text_itself_is_drafted_from(monkeypatch, tmp_path):
     target, taken = tiny_target("llama"), []
     monkeypatch.setattr("dflash_mlx.hub.resolve._remote_facts", lambda source: TargetFacts(source.repo))
@@ -242,7 +256,7 @@ def test_answers_side_by_side_learn_apart():
     pair._costs = PairCosts(RoundCosts({0: 1.0, 1: 1.02, 7: 1.05}, {1: 0.01, 7: 0.01}, steep=False))
 
     def observe(policy, num_accepted):
-        policy.observe(drafted=7, width=7, num_accepted=num_accepted, path=range(8), seconds=None)
+        policy.observe(Observation(7, 7, num_accepted))
 
     def speeds(policy):
         return [policy.estimate.expected_tokens(7)[width] for width in (1, 7)]

@@ -18,7 +18,7 @@ LAYERS = (
     {"checks", "policy"},
     {"choice"},
     {"pair"},
-    {"loading"},
+    {"checked", "loading"},
     {"hub.quantize"},  # needs loaded models, unlike the rest of its folder
     {"answer", "scoring"},
     {"answering"},

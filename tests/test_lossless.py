@@ -5,7 +5,6 @@ Random cases over families, drafters (random, hostile, perfect), block sizes, wi
 
 import random
 from dataclasses import replace
-from itertools import islice, pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -17,8 +16,8 @@ from dflash_mlx.decoding import decode as one_answer
 from dflash_mlx.decoding.accept import Coupled, Greedy
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.lane import clip
+from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.tree import BRANCHES, Candidates, DraftTree, grow
 from dflash_mlx.drafters.denoising import DFlashConfig
 from dflash_mlx.drafters.ngram import NgramDrafter
 from dflash_mlx.drafters.with_ngram import WithNgram
@@ -37,27 +36,23 @@ class RandomWidth:
         self.confident_share = rng.choice([0.0, 0.5, 1.0])
         self.branches = rng.random() < 0.6
 
-    @property
-    def reads_confidence(self) -> bool:
-        return self.rng.random() < self.confident_share
+    def next_round(self, *, may_branch) -> Choice:
+        assert self.branches or not may_branch
+        places = self.rng.choice([0, 0, 1, self.widest, self.rng.randint(0, self.widest)])
+        waits = self.rng.random() < self.confident_share
+        tree = self.rng.choice([0, 1, 7, 31]) if may_branch else 0
+        width = None if waits else self.rng.randint(1, tree or max(places, 1))
+        # Probabilities that change from round to round make trees of every form, from broad ones to a single path.
+        return Choice(places, tree=tree, scale=self.rng.choice([0.01, 0.5, 1.0, 100.0]), width=width)
 
-    def next_width(self) -> int:
-        return self.rng.choice([0, 0, 1, self.widest, self.rng.randint(0, self.widest)])
+    def choose(self, forecast):
+        assert ((forecast.best >= 0) & (forecast.best < 1.0001)).all()
+        assert (np.diff(forecast.chances) <= 0).all()
+        return self.rng.choice([0, 1, 7, len(forecast.chances)])
 
-    def choose(self, candidates):
-        assert (candidates.log_probs <= 1e-5).all()
-        assert (np.diff(candidates.log_probs, axis=1) <= 0).all()
-        assert candidates.token_ids.shape[1] in (1, BRANCHES if self.branches else 1)
-        noise = np.random.default_rng(self.rng.randrange(2**32)).exponential(2, candidates.log_probs.shape)
-        shaped = Candidates(candidates.token_ids, -np.sort(noise))
-        most = self.rng.choice([0, 1, 7, 40]) if self.branches else self.rng.randint(0, candidates.depth)
-        return DraftTree.of(list(islice(grow(shaped), most)), shaped)
-
-    def observe(self, *, drafted, width, num_accepted, path, seconds):
-        assert 0 <= num_accepted <= min(width, drafted) <= self.widest
-        assert path[0] == 0
-        assert num_accepted < len(path) <= width + 1
-        assert all(a < b for a, b in pairwise(path))
+    def observe(self, round):
+        assert 0 <= round.num_accepted <= min(round.width, round.drafted) <= self.widest
+        assert 0 <= round.promised <= min(round.width, round.drafted) + 1e-3
 
     def take_notice(self) -> None:
         return None
@@ -191,7 +186,7 @@ class KnowingDrafter(ScriptedDrafter):
 
 @pytest.mark.parametrize(
     "policy",
-    [FixedWidth(5), FixedWidth(5, reads_confidence=True), FixedWidth(9, places=5)],
+    [FixedWidth(5), FixedWidth(5, waits=True), FixedWidth(9, places=5)],
     ids=["queued", "waits", "trees"],
 )
 def test_drafts_that_know_the_targets_logits_are_all_kept_under_a_seed(target, policy):

@@ -16,8 +16,8 @@ from tiny import tiny_drafter, tiny_target
 from dflash_mlx.decoding import accept
 from dflash_mlx.decoding.accept import Coupled, Outcome, Rejection, choose_strategy
 from dflash_mlx.decoding.decode import decode
+from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.tree import DraftTree, grow
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import UsageError
 from dflash_mlx.policy.width import FixedWidth
@@ -143,11 +143,14 @@ class SureTrees(FixedWidth):
     What is drafted depends on the very noise that the target's tokens are chosen with, and must not bias them.
     """
 
-    def choose(self, candidates):
+    def next_round(self, *, may_branch):
+        return Choice(self.places, tree=9)
+
+    def choose(self, forecast):
         self.sizes = getattr(self, "sizes", set())
-        tree = DraftTree.of([node for node in grow(candidates) if node.chance > 0.4], candidates)
-        self.sizes.add(tree.size)
-        return tree
+        size = int((forecast.chances > 0.4).sum())
+        self.sizes.add(size)
+        return size
 
 
 @few_or_many

@@ -17,8 +17,9 @@ from dflash_mlx.decoding.accept import Greedy, Outcome, Reading
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.checkpoint import make_drafter
-from dflash_mlx.drafters.config import DraftConfig
+from dflash_mlx.drafters.config import DraftConfig, Rope
 from dflash_mlx.drafters.dflash import DFlashDrafter
+from dflash_mlx.drafters.eagle3 import PLACES, Eagle3Config, Eagle3Drafter, Eagle3Network
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target, wrap_model
 
@@ -73,6 +74,25 @@ def tiny_drafter(
     drafter = make_drafter(replace(config, **changes))
     randomize(drafter, seed)
     return drafter
+
+
+def tiny_eagle3(seed: int, *, places: int = PLACES, vocab_size: int = VOCAB, **changes: Any) -> Eagle3Drafter:
+    """A random EAGLE-3 drafter for the targets of `tiny_target`."""
+    config = Eagle3Config(
+        hidden_size=HIDDEN,
+        target_hidden_size=HIDDEN,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=vocab_size,
+        target_layer_ids=(1, 2, 0),
+        rope=Rope(10_000.0),
+        **changes,
+    )
+    network = Eagle3Network(config)
+    randomize(network, seed)
+    return Eagle3Drafter(config, network, places=places)
 
 
 def context_rows(drafter: DFlashDrafter, cache: Sequence[KVCache], block: int, *, length: int | None = None) -> Rows:

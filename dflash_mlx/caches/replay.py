@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.caches.tree_rows import TreeShape, branched
+from dflash_mlx.caches.tree_rows import TreeShape, branched, keep_path, put_fed, take_fed
 from dflash_mlx.ranks.mirror import Mirrored
 
 # Computes with rows, which it reads and writes, and with further arrays; returns arrays.
@@ -70,7 +70,8 @@ class Pass(Mirrored):
         replays: bool = False,
     ) -> None:
         self._run, self._ropes = run, ropes
-        self._chain, self._tree = (replayed(body, on=replays) for body in (self._chain_over, self._tree_over))
+        bodies: list[Body] = [self._chain_over, self._tree_over, self._keep_over]
+        self._chain, self._tree, self._keep = (replayed(body, on=replays) for body in bodies)
 
     def __call__(self, tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array | None]:
         return self._run(tokens, caches)
@@ -80,12 +81,27 @@ class Pass(Mirrored):
         if rows.states:
             assert tree is None
             return self._run(tokens, rows.layers)
-        found = self._chain(rows, tokens) if tree is None else self._tree(rows, tokens, *tree)
+        if tree is None:
+            found = list(self._chain(rows, tokens))
+        else:
+            found = list(self._tree(rows, tokens, *tree))
+            count = 2 * len(rows.attention)
+            put_fed(rows, found[-count:])
+            del found[-count:]
         return found[0], found[1] if len(found) > 1 else None
+
+    def keep_path(self, rows: Rows, path: mx.array) -> None:
+        """Of the tree that the rows were fed last, leave the rows of `path` (D + 1,), in order."""
+        self._keep(rows, path, *take_fed(rows))
 
     def _chain_over(self, rows: Rows, tokens: mx.array) -> list[mx.array]:
         return [array for array in self._run(tokens, rows.layers) if array is not None]
 
     def _tree_over(self, rows: Rows, tokens: mx.array, depths: mx.array, visible: mx.array) -> list[mx.array]:
         with branched(self._ropes, rows, depths, visible):
-            return self._chain_over(rows, tokens)
+            found = self._chain_over(rows, tokens)
+        return found + take_fed(rows)
+
+    def _keep_over(self, rows: Rows, path: mx.array, *fed: mx.array) -> list[mx.array]:
+        keep_path(rows, path, fed)
+        return []

@@ -77,6 +77,8 @@ class RowKVCache:
 
     def __init__(self, keys: mx.array, values: mx.array, lengths: RowLengths, window: int | None = None) -> None:
         self.keys, self.values, self.lengths, self.window = keys, values, lengths, window
+        # The keys and values of a tree's rows, until it is known which of them stay.
+        self.fed: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> mx.array:
@@ -87,8 +89,14 @@ class RowKVCache:
 
         There must be room (`Rows.reserve`): the device does not check, and writes beyond its memory.
         """
-        self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
+        if self.lengths.tree is not None:
+            self.fed = keys, values
+        self.write(keys, values)
         return self.keys_and_values()
+
+    def write(self, keys: mx.array, values: mx.array) -> None:
+        """Write tokens after each row's length, (B, heads, L, head_dim)."""
+        self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
 
     @property
     def state(self) -> tuple[mx.array, mx.array]:

@@ -18,7 +18,7 @@ from dflash_mlx.caches.own import OwnCaches, arrays_of
 from dflash_mlx.caches.recurrence import Recorder, Recording
 from dflash_mlx.caches.replay import Pass
 from dflash_mlx.caches.rows import Rows, fits
-from dflash_mlx.caches.tree_rows import TreeShape, keep_path
+from dflash_mlx.caches.tree_rows import TreeShape
 from dflash_mlx.ranks.mirror import Mirrored, mirrored
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
@@ -33,11 +33,14 @@ class TargetCaches(Protocol):
         """Run the model over the next tokens (B, L), which follow the positions `at` (B,).
 
         More than one token a row are a block of which `commit` may keep a part. `room`: no row will have more positions
-        than this. With a `tree`, B is 1 and the tokens are its rows.
+        than this. With a `tree`, B is 1 and the tokens are its rows, of which `keep_path` leaves some.
         """
 
-    def commit(self, fed: int, kept: Sequence[int], *, path: Sequence[int] | None = None) -> None:
-        """Of the oldest block, `fed` tokens a row, leave the first `kept` of each; of a tree, the rows of `path`."""
+    def keep_path(self, model: Pass, path: mx.array) -> None:
+        """Of the tree that was fed last, leave the rows of `path` (D + 1,), as if they had been fed as a chain."""
+
+    def commit(self, fed: int, kept: Sequence[int]) -> None:
+        """Of the oldest block, `fed` tokens a row, leave the first `kept` of each."""
 
     def give_back(self, row: int, length: int, caches: OwnCaches) -> None:
         """Put what was committed of a row, `length` positions, into the caches of mlx-lm's that it came from."""
@@ -76,10 +79,11 @@ class BatchCaches(Mirrored):
             return model.over(self.rows, tokens)
 
     @mirrored
-    def commit(self, fed: int, kept: Sequence[int], *, path: Sequence[int] | None = None) -> None:
-        if path is not None:
-            [base] = np.array(self.rows.lengths.value).tolist()
-            keep_path(self.rows, base, path)
+    def keep_path(self, model: Pass, path: mx.array) -> None:
+        model.keep_path(self.rows, path)
+
+    @mirrored
+    def commit(self, fed: int, kept: Sequence[int]) -> None:
         if self._recorder is None:
             return
         block = self._blocks.pop(0)
@@ -170,8 +174,11 @@ class SingleCaches(Mirrored):
         self._fed.append(count)
         return outputs
 
+    def keep_path(self, model: Pass, path: mx.array) -> None:
+        raise AssertionError("models without rows take no trees")
+
     @mirrored
-    def commit(self, fed: int, kept: Sequence[int], *, path: Sequence[int] | None = None) -> None:
+    def commit(self, fed: int, kept: Sequence[int]) -> None:
         assert self._fed.pop(0) == fed
         self._rollback.commit(self.caches, fed=fed, keep=kept[0])
 

@@ -14,9 +14,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache
 
-from dflash_mlx.caches.rows import Rows
+from dflash_mlx.caches.rows import Rows, fits
+from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.hooks import subclassed
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
@@ -34,7 +35,7 @@ def branched(ropes: Sequence[nn.Module], rows: Rows, depths: mx.array, visible: 
     """For one forward over a tree, (1, N + 1) tokens, the anchor first, of the model with these `find_ropes`.
 
     depths: of each of the tree's rows, (N + 1,), counted from the anchor; visible: which of them each one sees, boolean
-    (N + 1, N + 1). Their keys and values are written after the length in this order; `keep_path` then leaves one path
+    (N + 1, N + 1). Their keys and values are written after the length in this order; `keep_path` then writes one path
     there.
     """
     assert rows.count == 1
@@ -54,28 +55,37 @@ def branched(ropes: Sequence[nn.Module], rows: Rows, depths: mx.array, visible: 
         lengths.tree = None
 
 
-def keep_path(rows: Rows, base: int, path: Sequence[int]) -> None:
-    """Move the rows of `path`, in rising order, to the front of what was fed after `base` positions.
+def put_fed(rows: Rows, fed: Sequence[mx.array]) -> None:
+    """Set what `take_fed` returns."""
+    for leaf, keys, values in zip(rows.attention, fed[::2], fed[1::2], strict=True):
+        leaf.fed = keys, values
 
-    They are read before any is written: MLX copies a whole array that is written while a read of it is on its way.
-    """
-    first = next((i for i, row in enumerate(path) if row != i), None)
-    if first is None:
-        return
-    index = mx.array(list(path[first:])) + base
-    moved = [mx.take(array, index, axis=-2) for leaf in rows.attention for array in (leaf.keys, leaf.values)]
-    mx.eval(moved)
-    parts = iter(moved)
+
+def take_fed(rows: Rows) -> list[mx.array]:
+    """The keys and values of a tree's rows, layer by layer, for `keep_path`; no reference to them stays in `rows`."""
+    fed: list[mx.array] = []
     for leaf in rows.attention:
-        for array in (leaf.keys, leaf.values):
-            array[..., base + first : base + len(path), :] = next(parts)
+        assert leaf.fed is not None
+        fed += leaf.fed
+        leaf.fed = None
+    return fed
+
+
+def keep_path(rows: Rows, path: mx.array, fed: Sequence[mx.array]) -> None:
+    """Write the rows of `path`, (D + 1,), of what was `fed` after the lengths, where they would be as a chain.
+
+    They come from what was fed and not from the buffers: MLX copies a whole array that is written while a read of it is
+    on its way.
+    """
+    for leaf, keys, values in zip(rows.attention, fed[::2], fed[1::2], strict=True):
+        leaf.write(mx.take(keys, path, axis=2), mx.take(values, path, axis=2))
 
 
 def works_with(model: nn.Module, vocab_size: int, make_cache: Callable[[], list[Any]]) -> bool:
     """Whether a model of mlx-lm computes for the rows of a tree what it computes for each path by itself. Runs it."""
     caches = make_cache()
     ropes = find_ropes(model)
-    if not caches or any(type(layer_cache) is not KVCache for layer_cache in caches) or not ropes:
+    if not fits(caches) or any(isinstance(leaf, ArraysCache) for leaf in leaves(caches)) or not ropes:
         return False
     tokens = np.random.default_rng(0).integers(0, vocab_size, 11)
     context, block, more = tokens[None, :5], tokens[None, 5:10], mx.array(tokens[None, 10:])
@@ -88,7 +98,7 @@ def works_with(model: nn.Module, vocab_size: int, make_cache: Callable[[], list[
         rows = Rows.of(caches, 5)
         with branched(ropes, rows, mx.array([0, 1, 2, 1, 2]), mx.array(visible)):
             found = model(mx.array(block), cache=rows.layers)
-        keep_path(rows, 5, path)
+        keep_path(rows, mx.array(path), take_fed(rows))
         rows.lengths.value = rows.lengths.value + len(path)
         found = mx.concatenate([found, model(more, cache=rows.layers)], axis=1)
         expected = []

@@ -35,22 +35,22 @@ class Outcome:
     """What the target made of drafts of which at most D can be kept: all W of a chain, or a tree's longest path.
 
     Of one answer, or with a first axis (B,) of several. num_accepted: () int, drafts kept. tokens: (D + 1,): the kept
-    drafts, then at index `num_accepted` the target's own token; what comes after it is meaningless. path: (D + 1,), the
-    rows of a tree gone through; None for a chain, which goes through its rows in order.
+    drafts, then at index `num_accepted` the target's own token; what comes after it is meaningless. said: (2,), of a
+    tree, how many drafts would be kept by the drafter's probabilities, and its depth (`tree.Walk`).
     """
 
     num_accepted: mx.array
     tokens: mx.array
-    path: mx.array | None = None
+    said: mx.array | None = None
 
     @cached_property
     def packed(self) -> mx.array:
         """All of it as one array of uint32, so that the host reads once."""
-        if self.path is None and self.tokens.shape[-1] == 1:
+        if self.said is None and self.tokens.shape[-1] == 1:
             return self.tokens.astype(mx.uint32)
-        path = [] if self.path is None else [self.path.astype(mx.uint32)]
+        said = [] if self.said is None else [self.said.view(mx.uint32)]
         count = self.num_accepted[..., None].astype(mx.uint32)
-        return mx.concatenate([count, self.tokens.astype(mx.uint32), *path], axis=-1)
+        return mx.concatenate([count, self.tokens.astype(mx.uint32), *said], axis=-1)
 
     @property
     def depth(self) -> int:
@@ -67,31 +67,31 @@ class Outcome:
         """One outcome of several answers, of which at most `depth` drafts each can be kept. Trees come alone."""
         if len(outcomes) == 1:
             [one] = outcomes
-            return cls(one.num_accepted[None], one.tokens[None], None if one.path is None else one.path[None])
+            return cls(one.num_accepted[None], one.tokens[None], None if one.said is None else one.said[None])
         tokens = [mx.pad(o.tokens, (0, depth - o.depth)) if o.depth < depth else o.tokens for o in outcomes]
         return cls(mx.stack([o.num_accepted for o in outcomes]), mx.stack(tokens))
 
     def read(self) -> list["Reading"]:
         """Wait for the device, and learn what each answer gained."""
         values = np.array(self.packed)
-        if self.path is None and self.depth == 0:
-            return [Reading(0, row.tolist(), [0]) for row in values]
-        rows = self.depth + 1
+        if self.said is None and self.depth == 0:
+            return [Reading(0, row.tolist(), 0) for row in values]
         readings = []
         for own in values:
-            kept = int(own[0]) + 1
-            path = own[1 + rows :] if self.path is not None else np.arange(rows)
-            readings.append(Reading(int(own[0]), own[1 : 1 + kept].tolist(), path[:kept].tolist()))
+            tokens = own[1 : int(own[0]) + 2].tolist()
+            promised, depth = (None, self.depth) if self.said is None else own[-2:].view(np.float32).tolist()
+            readings.append(Reading(int(own[0]), tokens, int(depth), promised))
         return readings
 
 
 class Reading(NamedTuple):
-    """What the host learns of an answer's round: the drafts kept, the num_accepted + 1 tokens gained, and the rows they
-    were found at."""
+    """What the host learns of an answer's round: the drafts kept, the num_accepted + 1 tokens gained, how many drafts
+    could be kept, and of a tree how many were promised."""
 
     num_accepted: int
     tokens: list[int]
-    path: list[int]
+    depth: int
+    promised: float | None = None
 
 
 class Strategy(Protocol):
@@ -110,8 +110,8 @@ class TreeStrategy(Strategy, Protocol):
     def preferences(self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None) -> mx.array:
         """Scores (W, n) for a tree: by them the target would choose if its logits were the drafter's, (W, n)."""
 
-    def choose(self, logits: mx.array, position: int | mx.array, depths: Sequence[int]) -> mx.array:
-        """The target's own token at each row of logits (R, V), (R,); a row's position is `position` + its depth."""
+    def choose(self, logits: mx.array, position: int | mx.array, tree: DraftTree) -> mx.array:
+        """The target's own token at each row of logits (N + 1, V), (N + 1,); `position` is that after the anchor's."""
 
 
 class Greedy:
@@ -128,7 +128,7 @@ class Greedy:
     ) -> mx.array:
         return logits
 
-    def choose(self, logits: mx.array, position: int | mx.array, depths: Sequence[int]) -> mx.array:
+    def choose(self, logits: mx.array, position: int | mx.array, tree: DraftTree) -> mx.array:
         return mx.argmax(logits, axis=-1)
 
 
@@ -145,7 +145,8 @@ class Coupled:
         return Proposal(best_tokens(self.preferences(logits, position, vocabulary), vocabulary))
 
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
-        return match(proposal.tokens if proposal else None, self.choose(logits, position, range(logits.shape[0])))
+        noise = self._noise(position, *logits.shape)
+        return match(proposal.tokens if proposal else None, self._draw(logits, noise))
 
     def preferences(
         self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
@@ -153,10 +154,10 @@ class Coupled:
         noise = self._noise(position, logits.shape[0], vocabulary.size if vocabulary else logits.shape[1])
         return sampling_scores(logits, self.params) + (noise[:, vocabulary.token_ids] if vocabulary else noise)
 
-    def choose(self, logits: mx.array, position: int | mx.array, depths: Sequence[int]) -> mx.array:
-        noise = self._noise(position, max(depths) + 1, logits.shape[1])
-        if len(depths) > len(noise):
-            noise = noise[mx.array(list(depths))]
+    def choose(self, logits: mx.array, position: int | mx.array, tree: DraftTree) -> mx.array:
+        return self._draw(logits, self._noise(position, tree.depth + 1, logits.shape[1])[tree.depths])
+
+    def _draw(self, logits: mx.array, noise: mx.array) -> mx.array:
         return mx.argmax(sampling_scores(logits, self.params) + noise, axis=-1)
 
     def _noise(self, position: int | mx.array, count: int, size: int) -> mx.array:
@@ -217,14 +218,17 @@ def match(drafts: mx.array | None, choices: mx.array) -> Outcome:
     return Outcome(mx.cumprod(agrees, axis=-1).sum(axis=-1), choices)
 
 
-def judge(strategy: TreeStrategy, tree: DraftTree, logits: mx.array, position: int | mx.array) -> Outcome:
+def judge(
+    strategy: TreeStrategy, tree: DraftTree, logits: mx.array, position: int | mx.array
+) -> tuple[Outcome, mx.array]:
     """Follow the target's own tokens through a tree, by its logits (N + 1, V); `position` is right after the anchor.
 
-    Every token is the target's own choice or draw, so this is lossless whatever the tree holds.
+    Every token is the target's own choice or draw, so this is lossless whatever the tree holds. Returns the outcome and
+    the rows (D + 1,) gone through (`tree.Walk`).
     """
-    choices = strategy.choose(logits, position, tree.depths)
-    num_accepted, path = walk(tree, choices)
-    return Outcome(num_accepted, choices[path], path)
+    choices = strategy.choose(logits, position, tree)
+    num_accepted, path, said = walk(tree, choices)
+    return Outcome(num_accepted, choices[path], said), path
 
 
 def reject(drafts: mx.array, draft_probs: mx.array, target_probs: mx.array, key: mx.array) -> Outcome:

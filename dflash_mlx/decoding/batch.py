@@ -64,14 +64,18 @@ class Batch:
         """
         assert self.caches is not None
         block = block_of(self.anchors, drafts)
-        fed = block.shape[1]
         self._rounds_unused = self._rounds_unused + 1 if len(self.lanes) < len(self.rows) else 0
-        self.bounds = [fed + (bound if lane else 0) for lane, bound in zip(self.rows, self.bounds, strict=True)]
+        self.bounds = [bound if lane else 0 for lane, bound in zip(self.rows, self.bounds, strict=True)]
         tree = drafts.shape if isinstance(drafts, DraftTree) else None
-        return block, *self.caches.feed(self.model, block, at=self.at, room=max(self.bounds), tree=tree)
+        room = max(self.bounds) + block.shape[1]
+        return block, *self.caches.feed(self.model, block, at=self.at, room=room, tree=tree)
 
     def move_on(self, verdict: Verdict) -> None:
         """Let the next round begin where a round ends; what it keeps need not be known to the host."""
+        assert self.caches is not None
+        if verdict.path is not None:
+            self.caches.keep_path(self.model, verdict.path)
+        self.bounds = [bound + verdict.outcome.depth + 1 for bound in self.bounds]
         self.at = self.at + 1 if verdict.outcome.depth == 0 else self.at + 1 + verdict.outcome.num_accepted
         self.anchors = verdict.outcome.next_anchor[:, 0]
         self._empty_rows()

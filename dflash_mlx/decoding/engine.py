@@ -9,6 +9,7 @@ the host (`_may_launch_ahead`) the whole next round, so that the device waits fo
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,10 +21,10 @@ from dflash_mlx.decoding.accept import Reading, for_trees
 from dflash_mlx.decoding.batch import Batch
 from dflash_mlx.decoding.constraint import Bits, limit
 from dflash_mlx.decoding.lane import Lane, Step
-from dflash_mlx.decoding.policies import GroupPolicy, RoundReport
+from dflash_mlx.decoding.policies import Choice, GroupPolicy, Observation, RoundReport
 from dflash_mlx.decoding.round import Plan, Round
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.steps import Drafts, accept, candidates_of, consider, propose
+from dflash_mlx.decoding.steps import Chances, Drafts, accept, consider, propose
 from dflash_mlx.decoding.tree import DraftTree
 from dflash_mlx.drafters.contract import Drafter, Outlook
 from dflash_mlx.targets.target import Target
@@ -106,24 +107,26 @@ class Engine:
             return None
         # The round on its way yields one token at least, and the next one its own.
         wanted = max(lane.remaining for lane in batch.lanes)
-        places = self._places(wanted - 2)
-        if places == 0:
+        choice = self._choose(wanted - 2)
+        if choice.places == 0:
             ahead = wanted > 1 and self._may_launch_ahead(current, drafting=False)
-            return Plan(launched=self._launch(None, ahead=True) if ahead else None)
+            return Plan(choice, launched=self._launch(None, ahead=True) if ahead else None)
         self._absorb(current)
-        drafts = self._draft(places)
-        if drafts.ranking is None and self._may_launch_ahead(current, drafting=True):
-            return Plan(launched=self._launch(drafts, ahead=True))
+        drafts = self._draft(choice)
+        if choice.width is not None and self._may_launch_ahead(current, drafting=True):
+            return Plan(choice, launched=self._launch_drafts(drafts, choice.width, ahead=True))
         mx.async_eval(drafts.arrays)
-        return Plan(drafts)
+        return Plan(choice, drafts)
 
-    def _places(self, most: int) -> int:
-        """How many places to draft, as the policy wants."""
-        batch = self._batch
+    def _choose(self, most: int) -> Choice:
+        """What the policy wants to draft, of at most so many places."""
         if most <= 0 or self._outlook is Outlook.NOTHING:
-            return 0
-        places = self._lone.policy.next_width() if self._lone else self._shared.next_width(len(batch.rows))
-        return self._fitting(places, most)
+            return Choice(0)
+        if self._lone is not None:
+            choice = self._lone.policy.next_round(may_branch=self._may_branch(self._lone))
+        else:
+            choice = self._shared.next_round(len(self._batch.rows))
+        return replace(choice, places=self._fitting(choice.places, most))
 
     def _fitting(self, places: int, most: int) -> int:
         """No more places than tokens are wanted, unless another width would have to be written down and compiled."""
@@ -137,20 +140,16 @@ class Engine:
         if current.width == 0 and not drafting:
             return True
         processed = any(lane.processors for lane in lanes)
-        return not (processed or current.is_tree or self._batch.commits_on_host)
+        return not (processed or self._batch.commits_on_host)
 
-    def _draft(self, places: int) -> Drafts:
+    def _draft(self, choice: Choice) -> Drafts:
         """Draft for all lanes. What the last round keeps, and so where the drafts begin, only the device may know."""
         batch = self._batch
         assert batch.state is not None
-        room = max(batch.bounds) + 1 + places
-        drafted = propose(batch.rows, batch.state, places, anchors=batch.anchors, at=batch.at, room=room)
-        drafts = Drafts(drafted.tokens, drafted.proposals)
-        policy = self._lone.policy if self._lone else self._shared
-        if policy.reads_confidence:
-            vocabulary = batch.state.vocabulary
-            drafts.ranking = consider(batch.rows, drafted, vocabulary, batch.at, branches=self._branches)
-        return drafts
+        room = max(batch.bounds) + 1 + choice.places
+        drafted = propose(batch.rows, batch.state, choice.places, anchors=batch.anchors, at=batch.at, room=room)
+        chances = consider(batch.rows, drafted, batch.state.vocabulary, batch.at, choice)
+        return Drafts(drafted.tokens, drafted.proposals, chances=chances)
 
     def _absorb(self, current: Round) -> None:
         """Hand a round to the drafter, all of it: what is rejected is masked, and then written over."""
@@ -166,8 +165,8 @@ class Engine:
     def _settle(self, current: Round, plan: Plan | None, idle: float) -> list[Result]:
         """Wait for a round, commit what it kept, let finished lanes leave, and tell the policy."""
         batch = self._batch
-        mx.eval(current.verdict.arrays, plan.drafts.arrays if plan is not None and plan.drafts is not None else [])
-        ahead = plan.launched.fed if plan is not None and plan.launched is not None else 0
+        mx.eval(current.arrays, plan.drafts.arrays if plan is not None and plan.drafts is not None else [])
+        ahead = plan.launched.verdict.outcome.depth + 1 if plan is not None and plan.launched is not None else 0
         results: list[Result] = [(lane, error) for lane, error in self._failed if lane in batch.rows]
         self._failed, finished, report = [], [], []
         for failed, _ in results:
@@ -181,11 +180,11 @@ class Engine:
             result, kept[row] = self._take(lane, reading, current, row)
             batch.bounds[row] = len(lane.session.tokens) + ahead
             results.append((lane, result))
-            report.append((lane, min(reading.num_accepted, kept[row]), reading.path))
+            report.append((lane, min(reading.num_accepted, kept[row]), reading.promised))
             if isinstance(result, Exception) or result.finish_reason is not None:
                 finished.append(lane)
         assert batch.caches is not None
-        batch.caches.commit(current.fed, kept, path=report[0][2][: kept[0]] if current.is_tree and report else None)
+        batch.caches.commit(current.fed, kept)
         self._absorb(current)
         for lane in finished:
             self.leave(lane)
@@ -198,7 +197,7 @@ class Engine:
         step = Step(
             tokens,
             current.width,
-            current.verdict.outcome.depth,
+            reading.depth,
             min(reading.num_accepted, len(tokens)),
             finish_reason,
             current.verdict.read_logprobs(row)[: len(tokens)],
@@ -212,17 +211,29 @@ class Engine:
                 lane.guide = None  # what waits for guides on the host need wait no longer
         return step, len(tokens)
 
-    def _observe(self, current: Round, kept: Sequence[tuple[Lane, int, Sequence[int]]], idle: float) -> None:
+    def _observe(self, current: Round, kept: Sequence[tuple[Lane, int, float | None]], idle: float) -> None:
         """Tell the policy what the round brought, and its time, unless the caller was long in between."""
         now = time.perf_counter()
         spent, self._read_at = now - self._read_at, now
         seconds = spent if idle < 0.5 * spent else None
         if len(current.lanes) > 1:
-            self._shared.observe(RoundReport(len(current.lanes), current.drafted, current.width, kept, seconds))
+            counts = [(lane, num_accepted) for lane, num_accepted, _ in kept]
+            self._shared.observe(RoundReport(len(current.lanes), current.drafted, current.width, counts, seconds))
             return
-        for lane, num_accepted, path in kept:
+        forecast = current.chances.forecast() if current.chances is not None else None
+        for lane, num_accepted, promised in kept:
+            if promised is None:
+                promised = forecast.promised(min(num_accepted + 1, current.width)) if forecast is not None else 0.0
             lane.policy.observe(
-                drafted=current.drafted, width=current.width, num_accepted=num_accepted, path=path, seconds=seconds
+                Observation(
+                    current.drafted,
+                    current.width,
+                    num_accepted,
+                    branched=current.chances is not None and current.chances.branched,
+                    forecast=forecast,
+                    promised=promised,
+                    seconds=seconds,
+                )
             )
 
     # Launching the next one.
@@ -239,34 +250,49 @@ class Engine:
             # What was done for those who join is not the round's own time.
             self._read_at = time.perf_counter()
         if plan is not None and not joining:
-            return self._launch(None) if plan.drafts is None else self._launch_chosen(plan.drafts.take(left))
+            if plan.drafts is None:
+                return self._launch(None)
+            return self._launch_chosen(plan.choice, plan.drafts.take(left))
         if was_empty and len(batch.rows) == 1:
             # A lone answer's first token comes soonest from a plain round.
             return self._launch(None)
-        places = self._places(max(lane.remaining for lane in batch.lanes) - 1)
-        return self._launch_chosen(self._draft(places)) if places else self._launch(None)
+        choice = self._choose(max(lane.remaining for lane in batch.lanes) - 1)
+        return self._launch_chosen(choice, self._draft(choice)) if choice.places else self._launch(None)
 
-    def _launch_chosen(self, drafts: Drafts) -> Round:
+    def _launch_chosen(self, choice: Choice, drafts: Drafts) -> Round:
         """Launch the round with those of the drafts that the policy chooses and the lanes' guides allow."""
-        places, batch = drafts.width, self._batch
-        wanted = self._fitting(places, max(lane.remaining for lane in batch.lanes) - 1)
-        chosen = drafts.shortened(wanted)
-        if drafts.ranking is not None:
-            found = candidates_of(drafts.ranking, len(batch.rows))
-            candidates = [c.shortened(wanted) for c, lane in zip(found, batch.rows, strict=True) if lane is not None]
-            if self._lone is None:
-                chosen = drafts.shortened(min(wanted, self._shared.choose(candidates, rows=len(batch.rows))))
+        batch, width = self._batch, choice.width
+        wanted = self._fitting(drafts.width, max(lane.remaining for lane in batch.lanes) - 1)
+        if width is None:
+            assert drafts.chances is not None
+            if self._lone is not None:
+                width = self._lone.policy.choose(drafts.chances.forecast(wanted))
             else:
-                tree = self._lone.policy.choose(candidates[0])
-                if self._branches:
-                    return self._launch(tree if tree.size else None, drafted=places)
-                chosen = drafts.shortened(tree.size)
-        return self._launch(chosen, drafted=places)
+                rows = [row for row, lane in enumerate(batch.rows) if lane is not None]
+                width = self._shared.choose(drafts.chances.read()[rows, :wanted], rows=len(batch.rows))
+        return self._launch_drafts(drafts, width if choice.tree else min(width, wanted))
 
-    def _launch(self, drafts: Drafts | DraftTree | None, *, drafted: int | None = None, ahead: bool = False) -> Round:
+    def _launch_drafts(self, drafts: Drafts, width: int, *, ahead: bool = False) -> Round:
+        """Launch the round with the first `width` drafts, or a tree's likeliest."""
+        chances = drafts.chances
+        if chances is None or chances.likeliest is None:
+            chosen: Drafts | DraftTree | None = drafts.shortened(width)
+        else:
+            chosen = chances.likeliest.tree(width) if width else None
+        return self._launch(chosen, drafted=drafts.width, chances=chances, ahead=ahead)
+
+    def _launch(
+        self,
+        drafts: Drafts | DraftTree | None,
+        *,
+        drafted: int = 0,
+        chances: Chances | None = None,
+        ahead: bool = False,
+    ) -> Round:
         """Launch the target over the anchors and the drafts, and the judgement of them.
 
-        ahead: the last round is not read yet, so each lane's newest token is known to the device alone.
+        drafted: places that were, and the chances of what was, where somebody wants to know them. ahead: the last round
+        is not read yet, so each lane's newest token is known to the device alone.
         """
         batch = self._batch
         drafts, bits = (drafts, {}) if isinstance(drafts, DraftTree) else self._limited(drafts)
@@ -286,9 +312,9 @@ class Engine:
             at,
             verdict,
             width,
-            drafted=width if drafted is None else drafted,
+            drafted=drafted,
             room=max(batch.bounds),
-            is_tree=isinstance(drafts, DraftTree),
+            chances=chances,
         )
 
     def _limited(self, drafts: Drafts | None) -> tuple[Drafts | None, dict[int, Bits]]:
@@ -329,13 +355,11 @@ class Engine:
         state = self._batch.state
         return Outlook.NOTHING if state is None else state.outlook(self._batch.lanes)
 
-    @property
-    def _branches(self) -> bool:
-        """Whether the next round's drafts may be a tree: a single lane's only, since a tree has many rows."""
-        return self._lone is not None and self._may_branch(self._lone)
-
     def _may_branch(self, lane: Lane) -> bool:
-        """Whether rounds of this lane may be trees, if it is alone: both models take them, and the lane as well."""
+        """Whether rounds of this lane may be trees, if it is alone: both models take them, and the lane as well.
+
+        A tree has many rows, so several lanes have chains.
+        """
         drafter = self._batch.drafter
         if not lane.policy.branches or drafter is None or lane.processors or lane.guide is not None:
             return False

@@ -4,33 +4,83 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dflash_mlx.decoding.tree import Candidates, DraftTree
+import numpy as np
+
+from dflash_mlx.decoding.tree import SUREST
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to draft for a round, and how many drafts to verify.
+
+    places: to draft; 0: a plain round. tree: the drafts are a tree of at most so many, found by the drafter's
+    probabilities times `scale`; 0: a chain. width: how many to verify; None: `choose` says it, by the forecast, for
+    which the round has to wait.
+    """
+
+    places: int
+    tree: int = 0
+    scale: float = 1.0
+    width: int | None = None
+
+    @property
+    def waits(self) -> bool:
+        return self.places > 0 and self.width is None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a drafter's probabilities say of its drafts.
+
+    best: (W,), of the likeliest token at each place. chances: (N,), of drafts that are kept, after a choice's `scale`:
+    of a chain's in order, or of a tree's likeliest in falling order.
+    """
+
+    best: np.ndarray
+    chances: np.ndarray
+
+    @classmethod
+    def of_chain(cls, best: np.ndarray, scale: float) -> "Forecast":
+        return cls(best, np.cumprod(np.minimum(best * scale, SUREST)))
+
+    def promised(self, reached: int) -> float:
+        """How many drafts of a chain would be kept, given that so many of its places were reached."""
+        return float(self.best[:reached].sum())
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a round brought: of `width` drafts, made for `drafted` places, `num_accepted` were kept.
+
+    branched: they were chosen from several tokens a place. forecast: None where nobody asked for it. promised: by the
+    drafter's probabilities, how many drafts would be kept, given which were: at each place that was reached, the chance
+    to go on. seconds: None where it could not be timed.
+    """
+
+    drafted: int
+    width: int
+    num_accepted: int
+    branched: bool = False
+    forecast: Forecast | None = None
+    promised: float = 0.0
+    seconds: float | None = None
 
 
 class WidthPolicy(Protocol):
     """The policy of one answer. It learns from that answer alone."""
 
     @property
-    def reads_confidence(self) -> bool:
-        """Whether `choose` wants to see the drafter's candidates for the next round."""
-
-    @property
     def branches(self) -> bool:
-        """Whether what it chooses may be trees. Stays the same for a whole answer."""
+        """Whether rounds may be trees. Stays the same for a whole answer."""
 
-    def next_width(self) -> int:
-        """Places to draft for the next round; called before the outcome of the current one is known."""
+    def next_round(self, *, may_branch: bool) -> Choice:
+        """The next round; called before the outcome of the current one is known. may_branch: it can be a tree."""
 
-    def choose(self, candidates: Candidates) -> DraftTree:
-        """What to verify; a chain when there is one candidate a place. Called for rounds that `reads_confidence`."""
+    def choose(self, forecast: Forecast) -> int:
+        """How many drafts to verify. Called for rounds that wait for it."""
 
-    def observe(
-        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
-    ) -> None:
-        """What a round brought: `width` drafts verified, of `drafted` places; its rows gone through.
-
-        `seconds` is None where it could not be timed.
-        """
+    def observe(self, round: Observation) -> None:
+        """What a round brought."""
 
     def take_notice(self) -> str | None:
         """Something the user should be told, once."""
@@ -40,29 +90,28 @@ class WidthPolicy(Protocol):
 class RoundReport:
     """What a round brought: `width` drafts verified in each of `rows` rows, of `drafted` places.
 
-    kept: of each lane that is still there, the lane, the drafts kept and the rows gone through. seconds: of the
-    device's time, None where it could not be told from other work.
+    kept: of each lane that is still there, the lane and the drafts kept. seconds: of the device's time, None where it
+    could not be told from other work.
     """
 
     rows: int
     drafted: int
     width: int
-    kept: Sequence[tuple[Hashable, int, Sequence[int]]]
+    kept: Sequence[tuple[Hashable, int]]
     seconds: float | None
 
 
 class GroupPolicy(Protocol):
     """The policy of several lanes that share their rounds: chains of one width."""
 
-    @property
-    def reads_confidence(self) -> bool:
-        """Whether `choose` wants to see the drafter's candidates for the next round."""
+    def next_round(self, lanes: int) -> Choice:
+        """The next round, of chains; called before the outcome of the current one is known."""
 
-    def next_width(self, lanes: int) -> int:
-        """Places to draft for the next round; called before the outcome of the current one is known."""
+    def choose(self, best: np.ndarray, *, rows: int) -> int:
+        """How many drafts of each lane to verify, by the chances (lanes, W) of all lanes' drafts at each place.
 
-    def choose(self, candidates: Sequence[Candidates], *, rows: int) -> int:
-        """How many drafts of each lane to verify, by the candidates of all; as many `rows` are computed."""
+        As many `rows` are computed.
+        """
 
     def observe(self, report: RoundReport) -> None:
         """What a round brought."""

@@ -15,7 +15,8 @@ from dflash_mlx.decoding.accept import Outcome, for_trees, judge, match
 from dflash_mlx.decoding.constraint import Bits, mask_rows
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.logprobs import TokenLogprob, pack_logprobs, unpack_logprobs
-from dflash_mlx.decoding.tree import BRANCHES, Candidates, DraftTree, Ranking, rank
+from dflash_mlx.decoding.policies import Choice, Forecast
+from dflash_mlx.decoding.tree import BRANCHES, DraftTree, Likeliest, Ranking, likeliest, rank
 from dflash_mlx.drafters.contract import Drafted, DraftState, DraftVocabulary, Nobody, Proposal
 from dflash_mlx.sampling import LogitsProcessor
 
@@ -23,17 +24,55 @@ Lanes = Sequence[Lane | None]
 
 
 @dataclass
+class Chances:
+    """How likely the drafter holds its drafts, on the device: best (B, W), the likeliest token at each place.
+
+    likeliest: a tree's drafts, of a single lane. scale: a choice's, which a tree's chances include already.
+    """
+
+    best: mx.array
+    likeliest: Likeliest | None = None
+    scale: float = 1.0
+
+    @property
+    def branched(self) -> bool:
+        """Whether there are several tokens for a place."""
+        return self.likeliest is not None and self.likeliest.ranking.token_ids.shape[1] > 1
+
+    @cached_property
+    def packed(self) -> mx.array:
+        """All of it as one array, so that the host reads once."""
+        best = self.best.flatten()
+        return best if self.likeliest is None else mx.concatenate([best, self.likeliest.chances])
+
+    def read(self) -> np.ndarray:
+        """Wait for the device: (B, W) float64."""
+        return np.array(self.packed)[: self.best.size].astype(np.float64).reshape(self.best.shape)
+
+    def forecast(self, places: int | None = None) -> Forecast:
+        """The same for a policy of the single lane, with a tree's chances; of a chain, of the first `places`."""
+        [best] = self.read()
+        if self.likeliest is None:
+            return Forecast.of_chain(best[:places], self.scale)
+        return Forecast(best, np.array(self.packed)[self.best.size :].astype(np.float64))
+
+    def take(self, rows: Sequence[int]) -> "Chances":
+        """Those of some lanes' chains only."""
+        return Chances(self.best[mx.array(list(rows))], scale=self.scale)
+
+
+@dataclass
 class Drafts:
     """Drafted chains: the tokens (B, W) after each anchor.
 
     proposals: of each lane, where tokens are not just the best ones. limits: how many of a lane's drafts are to be
-    judged, by row, where that is not all of them. ranking: what a policy is to choose from.
+    judged, by row, where that is not all of them. chances: where a policy wants to know them, or a tree is to be made.
     """
 
     tokens: mx.array
     proposals: list[Proposal] | None = None
     limits: dict[int, int] = field(default_factory=dict)
-    ranking: Ranking | None = None
+    chances: Chances | None = None
 
     @property
     def width(self) -> int:
@@ -42,7 +81,7 @@ class Drafts:
     @property
     def arrays(self) -> list[mx.array]:
         """What the host will read, or may."""
-        return [self.tokens, *([self.ranking.packed] if self.ranking is not None else [])]
+        return [self.tokens, *([self.chances.packed] if self.chances is not None else [])]
 
     def of(self, row: int) -> Proposal | None:
         """One lane's drafts, those that are to be judged."""
@@ -71,8 +110,8 @@ class Drafts:
             return self
         index = mx.array(list(rows))
         proposals = [self.proposals[row] for row in rows] if self.proposals else None
-        ranking = self.ranking.take(rows, self.tokens.shape[0]) if self.ranking is not None else None
-        return Drafts(self.tokens[index], proposals, ranking=ranking)
+        chances = self.chances.take(rows) if self.chances is not None else None
+        return Drafts(self.tokens[index], proposals, chances=chances)
 
 
 @dataclass
@@ -80,13 +119,14 @@ class Verdict:
     """A launched verification: its outcome is still on the device.
 
     fed: (B, L) tokens, and features: (B, L, taps * D), of the rows that may be kept, in the order in which they would
-    be; logprobs: packed, by lane.
+    be; logprobs: packed, by lane; path: (D + 1,), which rows these are of a tree.
     """
 
     outcome: Outcome
     fed: mx.array
     features: mx.array | None
     logprobs: dict[int, mx.array]
+    path: mx.array | None = None
 
     def read_logprobs(self, row: int) -> list[TokenLogprob]:
         return unpack_logprobs(self.logprobs[row]) if row in self.logprobs else []
@@ -104,36 +144,32 @@ def propose(lanes: Lanes, state: DraftState, places: int, *, anchors: mx.array, 
 
 
 def consider(
-    lanes: Lanes, drafted: Drafted, vocabulary: DraftVocabulary | None, at: mx.array, *, branches: bool
-) -> Ranking:
-    """What a policy is to choose from: a tree's drafts, for a single lane, or the width of chains.
+    lanes: Lanes, drafted: Drafted, vocabulary: DraftVocabulary | None, at: mx.array, choice: Choice
+) -> Chances | None:
+    """How likely the drafts are, where the choice is a tree, of a single lane, or waits for their chances.
 
     The chance that a chain is kept is that of its places' best tokens.
     """
-    if drafted.logits is None:
-        assert drafted.log_probs is not None
-        return Ranking(drafted.tokens.reshape(-1, 1), drafted.log_probs.reshape(-1, 1))
-    ids = vocabulary.token_ids if vocabulary else None
-    if branches:
+    if choice.tree:
         [lane] = lanes
         assert lane is not None
-        preferences = for_trees(lane.strategy).preferences(drafted.logits[0], at[0] + 1, vocabulary)
-        return rank(preferences, BRANCHES, ids)
-    return rank(drafted.logits.reshape(-1, drafted.logits.shape[-1]), 1, ids)
-
-
-def candidates_of(ranking: Ranking, lanes: int) -> list[Candidates]:
-    """What `consider` found, read by the host, for each lane."""
-    found = ranking.read()
-    ids, log_probs = (np.split(part, lanes) for part in (found.token_ids, found.log_probs))
-    return [Candidates(*parts) for parts in zip(ids, log_probs, strict=True)]
+        if drafted.logits is None:
+            # One token a place, so that the tree is a chain.
+            assert drafted.log_probs is not None
+            ranking = Ranking(drafted.tokens.reshape(-1, 1), drafted.log_probs.reshape(-1, 1))
+        else:
+            preferences = for_trees(lane.strategy).preferences(drafted.logits[0], at[0] + 1, vocabulary)
+            ranking = rank(preferences, BRANCHES, vocabulary.token_ids if vocabulary else None)
+        best = mx.exp(ranking.log_probs[:, 0])[None]
+        return Chances(best, likeliest(ranking, choice.tree, scale=choice.scale), choice.scale)
+    return Chances(mx.exp(drafted.confidence), scale=choice.scale) if choice.waits else None
 
 
 def block_of(anchors: mx.array, drafts: Drafts | DraftTree | None) -> mx.array:
     """What the target is fed: the anchors (B,) and after each its drafts, (B, W + 1)."""
     block = [anchors.astype(mx.uint32)[:, None]]
     if isinstance(drafts, DraftTree):
-        block.append(mx.array(drafts.tokens)[None])
+        block.append(drafts.tokens[None])
     elif drafts is not None:
         block.append(drafts.tokens.astype(mx.uint32))
     return block[0] if len(block) == 1 else mx.concatenate(block, axis=1)
@@ -158,12 +194,11 @@ def accept(
     if isinstance(drafts, DraftTree):
         [lane] = lanes
         assert lane is not None
-        outcome = judge(for_trees(lane.strategy), drafts, logits[0], at[0] + 1)
-        assert outcome.path is not None
+        outcome, path = judge(for_trees(lane.strategy), drafts, logits[0], at[0] + 1)
         count = lane.top_logprobs
-        packed = {} if count is None else {0: pack_logprobs(logits[0][outcome.path], outcome.tokens, count)}
-        kept = features[:, outcome.path] if features is not None else None
-        return Verdict(Outcome.stack([outcome], outcome.depth), fed[:, outcome.path], kept, packed)
+        packed = {} if count is None else {0: pack_logprobs(logits[0][path], outcome.tokens, count)}
+        kept = features[:, path] if features is not None else None
+        return Verdict(Outcome.stack([outcome], outcome.depth), fed[:, path], kept, packed, path)
     if all(lane is None or lane.is_plain_greedy for lane in lanes):
         return Verdict(match(drafts.tokens if drafts else None, mx.argmax(logits, axis=-1)), fed, features, {})
     outcomes, packed = [], {}

@@ -148,9 +148,9 @@ def filled(
             _quantize_as(network, weights, quantization)
         network.load_weights(list(weights.items()), strict=True)
     except WRONG_VALUES as error:
-        what = textwrap.shorten(str(error), 300)
+        what = textwrap.shorten(str(error), 300).rstrip(". ")
         raise CheckpointError(
-            f"the drafter's weights in {folder} do not fit its config.json: {what} Fetch the folder again; if that "
+            f"the drafter's weights in {folder} do not fit its config.json: {what}. Fetch the folder again; if that "
             "does not help, it is of a kind that this version does not run."
         ) from error
     activations, bits = drafter_precision(dtype, lacks_bfloat16=lacks_bfloat16())

@@ -75,36 +75,24 @@ def load(
 
     dtype: that of the target's activations. Raises CheckpointError and PairError.
     """
-    drafter = _load_alone(
-        folder, method.alone, target=target, target_folder=target_folder, block_size=block_size, dtype=dtype
-    )
-    return drafter if drafter is None or method is method.alone else WithNgram(drafter)
-
-
-def _load_alone(
-    folder: Path | None,
-    method: Method,
-    *,
-    target: Target,
-    target_folder: Path,
-    block_size: int | None,
-    dtype: mx.Dtype,
-) -> Drafter | None:
-    default, _ = _PLACES.get(method, (0, 0))
+    default, _ = _PLACES.get(method.alone, (0, 0))
     places = default if block_size is None else block_size - 1
+    drafter: Drafter
     if method is Method.ngram:
-        return ngram.NgramDrafter(places)
-    if method is Method.mtp:
-        return mtp.load_mtp(folder or target_folder, target, dtype=dtype, places=places)
-    if folder is None:
+        drafter = ngram.NgramDrafter(places)
+    elif method.alone is Method.mtp:
+        drafter = mtp.load_mtp(folder or target_folder, target, dtype=dtype, places=places)
+    elif folder is None:
         return None
-    if method is Method.eagle3:
-        return load_eagle3(folder, target, dtype=dtype, places=places)
-    if method is Method.medusa:
-        return load_medusa(folder, target, dtype=dtype)
-    if method is Method.draft_model:
-        return draft_model.load_draft_model(folder, target, target_folder, dtype=dtype, places=places)
-    return load_drafter(folder, dtype=dtype)
+    elif method.alone is Method.eagle3:
+        drafter = load_eagle3(folder, target, dtype=dtype, places=places)
+    elif method.alone is Method.medusa:
+        drafter = load_medusa(folder, target, dtype=dtype)
+    elif method.alone is Method.draft_model:
+        drafter = draft_model.load_draft_model(folder, target, target_folder, dtype=dtype, places=places)
+    else:
+        drafter = load_drafter(folder, dtype=dtype)
+    return drafter if method is method.alone else WithNgram(drafter)
 
 
 def in_steps(drafter: Drafter | None, drafting: DFlashConfig) -> Drafter | None:

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from dflash_mlx.caches.trimming import leaves
 from dflash_mlx.drafters.checkpoint import Weights, filled
 from dflash_mlx.drafters.contract import DraftVocabulary
 from dflash_mlx.drafters.stepwise import StepwiseDrafter
@@ -44,11 +45,15 @@ class MTPNetwork(nn.Module):
         self.layers = [layer]
         self.norm = nn.RMSNorm(size, eps=eps)
 
-    def __call__(self, embedded: mx.array, hidden: mx.array, cache: Any) -> mx.array:
-        """Embeddings of tokens and the hidden states before them, both (B, L, D) -> hidden states (B, L, D)."""
+    def __call__(self, embedded: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
+        """Embeddings of tokens and the hidden states before them, both (B, L, D) -> hidden states (B, L, D).
+
+        caches: the layer's; one, or where attention chooses what it sees (DeepSeek-V3.2, GLM-5), that choice's, too.
+        """
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
         h = self.fc(mx.concatenate(parts, axis=-1))
-        h = self.layers[0](h, mask=create_attention_mask(h, cache, return_array=True), cache=cache)
+        mask = create_attention_mask(h, caches[0], return_array=True)
+        h = self.layers[0](h, mask=mask, cache=caches if len(caches) > 1 else caches[0])
         return self.norm(h) if self.norms_between else h
 
 
@@ -61,6 +66,8 @@ class MTPDrafter(StepwiseDrafter):
         super().__init__(network, places=places)
         self.network = network
         self._layers = len(target.layers)
+        # As many as a layer of the target's has.
+        self._caches = len(leaves(target.make_cache()[-1:]))
         self._target_dtype = target.embed(mx.zeros((1, 1), dtype=mx.uint32)).dtype
 
     @property
@@ -80,13 +87,13 @@ class MTPDrafter(StepwiseDrafter):
         return None
 
     def make_layer_caches(self) -> list[Any]:
-        return [KVCache()]
+        return [KVCache() for _ in range(self._caches)]
 
     def project(self, features: mx.array) -> mx.array:
         return features.astype(self.dtype)
 
     def feed(self, target: Target, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
-        return self.network(target.embed(tokens).astype(self.dtype), hidden, caches[0])
+        return self.network(target.embed(tokens).astype(self.dtype), hidden, caches)
 
     def logits(self, target: Target, hidden: mx.array) -> mx.array:
         normed = hidden if self.network.norms_between else self.network.norm(hidden)
@@ -152,8 +159,11 @@ def as_layer(weights: Weights, model: nn.Module) -> Weights:
     if family_of(model) in NAMED:
         return with_stacked_experts(weights)
     # mlx-lm's own reading of a checkpoint, for a model of one layer, puts attention, FP8 and experts into their form.
+    # Before 0.32 it looked at that layer.
     text: Any = model
-    alone = SimpleNamespace(args=replace(text.args, num_hidden_layers=1))
+    layers = text.layers[-1:]
+    args = replace(text.args, num_hidden_layers=1)
+    alone = SimpleNamespace(args=args, layers=layers, model=SimpleNamespace(layers=layers))
     named = {f"model.{name}" if name.startswith("layers.") else name: array for name, array in weights.items()}
     return {name.removeprefix("model."): array for name, array in type(text).sanitize(alone, named).items()}
 

@@ -85,19 +85,15 @@ class WithNgramState:
         return Outlook.HOST if any(map(self._prefers_text, writers)) else self.inner.outlook(writers)
 
     def _prefers_text(self, writer: Writer) -> bool:
-        lookup, kept = self.text.lookup(writer), self._kept_of(writer)
-        return 1 + lookup.promise(self._places) * kept.honesty > _MARGIN * (1 + kept.mean)
+        return self._kept_of(writer).prefers(self.text.lookup(writer), self._places)
 
     def _kept_of(self, writer: Writer) -> "_Kept":
-        kept = self._kept.setdefault(writer, _Kept())
-        kept.note(self.text.lookup(writer))
-        return kept
+        return self._kept.setdefault(writer, _Kept())
 
     def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
         chosen = [self._prefers_text(writer) for writer in writers]
         for writer, by_text in zip(writers, chosen, strict=True):
-            lookup = self.text.lookup(writer)
-            self._kept_of(writer).begin(lookup, promise=lookup.promise(self._places), by_text=by_text)
+            self._kept_of(writer).begin(by_text=by_text)
         if not any(chosen):
             return self.inner.propose(writers, anchors, at, places, room=room)
         of_text = self.text.propose(writers, anchors, at, places, room=room)
@@ -161,16 +157,23 @@ class _Kept:
     def __init__(self) -> None:
         self.mean = _FIRST_KEPT
         self._kept = self._told = _FIRST_TOLD
-        # Of the round on its way: the text's length before it, what the text promised and how much of it was equal.
+        # The text's length when it was last looked at, what it promised then and how much of it was equal.
         self._length = 0
         self._promise, self._equal = 0.0, 0
+        # What the round that was begun then verifies.
         self._drafts: Literal["text", "drafter", None] = None
 
     @property
     def honesty(self) -> float:
         return min(self._kept / self._told, 1.0)
 
-    def note(self, lookup: Lookup) -> None:
+    def prefers(self, lookup: Lookup, places: int) -> bool:
+        """Whether more of `places` drafts are expected to be kept if the text drafts them."""
+        self._note(lookup)
+        self._promise, self._equal = lookup.promise(places), lookup.length
+        return 1 + self._promise * self.honesty > _MARGIN * (1 + self.mean)
+
+    def _note(self, lookup: Lookup) -> None:
         """What has come since the last time: the drafts kept, and the target's own token."""
         length = len(lookup.tokens)
         grown, self._length = length - self._length, length
@@ -184,7 +187,6 @@ class _Kept:
             self._told = _FADE * self._told + self._promise
         self._drafts = None
 
-    def begin(self, lookup: Lookup, *, promise: float, by_text: bool) -> None:
-        """A round is drafted for, by the text, which promises so much, or by the drafter."""
+    def begin(self, *, by_text: bool) -> None:
+        """A round is drafted for, by the text or by the drafter."""
         self._drafts = "text" if by_text else "drafter"
-        self._promise, self._equal = promise, lookup.length

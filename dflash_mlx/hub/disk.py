@@ -21,8 +21,8 @@ from dflash_mlx.hub.store import STAMP, hold_lock
 
 Kind = Literal["model", "measurements", "leftovers", "hub"]
 MEASUREMENTS, LEFTOVERS = "measurements", "leftovers"
-_COSTS = ("round-costs", "group-costs")
-_COST_FILE = re.compile(r"[0-9a-f]{24}\.json")
+_MEASURED = ("round-costs", "group-costs", "pair-checks")
+_MEASURED_FILE = re.compile(r"[0-9a-f]{24}\.json")
 _TEMPORARY = re.compile(r"\..+\.making-.+")
 
 
@@ -41,10 +41,11 @@ def list_items() -> list[Item]:
     """Everything that is there, the shared Hub's cache last. No network."""
     home = cache_home()
     items = list(_models(home / "models"))
-    costs = tuple(file for folder in _COSTS for file in _files(home / folder) if _COST_FILE.fullmatch(file.name))
-    if costs:
-        files = "1 file" if len(costs) == 1 else f"{len(costs)} files"
-        items.append(_item(MEASUREMENTS, "measurements", f"speeds of this machine, {files}", costs))
+    found = (file for folder in _MEASURED for file in _files(home / folder))
+    measured = tuple(file for file in found if _MEASURED_FILE.fullmatch(file.name))
+    if measured:
+        files = "1 file" if len(measured) == 1 else f"{len(measured)} files"
+        items.append(_item(MEASUREMENTS, "measurements", f"speeds of this machine, checks of pairs, {files}", measured))
     left = tuple(_leftovers(home))
     if left:
         items.append(_item(LEFTOVERS, "leftovers", "of runs that were killed", left))
@@ -89,7 +90,7 @@ def _stamped_files(folder: Path) -> tuple[Path, ...]:
 
 def _leftovers(home: Path) -> Iterator[Path]:
     """Temporary files and folders that no running process holds."""
-    for folder in (home, home / "models", *(home / name for name in _COSTS)):
+    for folder in (home, home / "models", *(home / name for name in _MEASURED)):
         for path in sorted(folder.glob(".*")):
             if _TEMPORARY.fullmatch(path.name) and not path.is_symlink():
                 with contextlib.suppress(OSError), held(path) as abandoned:

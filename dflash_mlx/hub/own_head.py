@@ -11,7 +11,7 @@ from dflash_mlx.hub.naming import families_of, text_config
 # The model files of mlx-lm whose targets' heads can be run (`drafters.mtp`): those with tensors `mtp.*`, and those that
 # store the head as one more of the target's layers.
 NAMED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-ONE_MORE = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+ONE_MORE = ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v3", "deepseek_v32")
 HEAD_FAMILIES = (*NAMED, *ONE_MORE)
 _MTP = re.compile(r"(?:^|\.)mtp\.(.+)$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")

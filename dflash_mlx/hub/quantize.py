@@ -1,8 +1,8 @@
 """Checkpoints in other precisions: targets through mlx-lm's functions, drafters tensor by tensor in their layout."""
 
+import io
 import json
 import shutil
-import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,7 +205,7 @@ def _convert_target(source: Path, folder: Path, scheme: Scheme) -> None:
         predicate: Any = None
         if scheme.recipe is not None:
             predicate = mixed_quant_predicate_builder(scheme.recipe, model, scheme.group_size)
-        with redirect_stdout(sys.stderr):  # mlx-lm prints what it did; stdout is for results
+        with redirect_stdout(io.StringIO()):  # mlx-lm prints the bits a weight, which the report has, too
             model, config = quantize_model(
                 model, config, scheme.group_size, scheme.bits, mode=scheme.mode, quant_predicate=predicate
             )

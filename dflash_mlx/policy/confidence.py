@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_mlx.decoding.tree import Candidates, DraftTree, Node, grow
+from dflash_mlx.decoding.policies import Choice, Forecast, Observation
+from dflash_mlx.decoding.tree import SUREST
 from dflash_mlx.policy.pauses import Patience, Pauses
 from dflash_mlx.policy.width import FADE, RoundCosts
 
@@ -20,12 +21,14 @@ class Confidence:
     """What the drafter's own confidence was worth lately. An answer leaves it to the next one.
 
     kept, promised: drafts that were kept, and how many its probabilities promised, decayed sums: sampling keeps fewer.
-    values: what a round was worth on average if it drafted 0, 1, 2, ... places, in tokens, its time subtracted.
+    values: what a round was worth on average if it drafted 0, 1, 2, ... places, in tokens, its time subtracted. tokens:
+    what trees of each size promised on average.
     """
 
     kept: float = _PRIOR_DRAFTS
     promised: float = _PRIOR_DRAFTS
     values: np.ndarray | None = None
+    tokens: np.ndarray | None = None
 
     @property
     def calibration(self) -> float:
@@ -35,6 +38,11 @@ class Confidence:
     def observe(self, kept: float, promised: float) -> None:
         self.kept = FADE * self.kept + kept
         self.promised = FADE * self.promised + promised
+
+    def weigh_sizes(self, tokens: Sequence[float]) -> None:
+        """Note what trees of each size would have promised in a round."""
+        known = np.array(tokens) if self.tokens is None else self.tokens
+        self.tokens = FADE * known + (1 - FADE) * np.array(tokens)
 
 
 class ConfidentWidth:
@@ -50,8 +58,6 @@ class ConfidentWidth:
     anew for each.
     """
 
-    reads_confidence = True
-
     def __init__(
         self,
         costs: RoundCosts,
@@ -65,13 +71,13 @@ class ConfidentWidth:
         self.widest = max(costs.round_seconds) if self.branches else places
         self.confidence = confidence or Confidence()
         self.pauses = Pauses(patience)
-        self._in_flight: DraftTree | None = None
-        # Tokens that the last choice promised.
-        self.expected = 1.0
 
-    def next_width(self) -> int:
-        if self.pauses.take_rest():
-            return 0
+    def next_round(self, *, may_branch: bool) -> Choice:
+        places = 0 if self.pauses.take_rest() else self._places()
+        tree = self.widest if self.branches and may_branch else 0
+        return Choice(places, tree=tree, scale=self.confidence.calibration)
+
+    def _places(self) -> int:
         if not self.costs.steep:
             return self.places
         values = self.confidence.values
@@ -79,35 +85,28 @@ class ConfidentWidth:
             return self.places // 2
         return 1 + int(np.argmax(values[1:]))
 
-    def choose(self, candidates: Candidates) -> DraftTree:
-        drafted = candidates.depth
+    def choose(self, forecast: Forecast) -> int:
+        drafted = len(forecast.best)
         # Plain rounds are always to be had.
         speed = max(self.pauses.speed, 1.0 / self.costs.plain)
-        nodes: list[Node] = []
-        best, expected = 0, 1.0
-        highest = expected - speed * self.costs.round(0, drafted=drafted)
-        for node in grow(candidates, scale=self.confidence.calibration):
-            if len(nodes) == self.widest or node.chance == 0:
-                break
-            nodes.append(node)
-            expected += node.chance
-            value = expected - speed * self.costs.round(len(nodes), drafted=drafted)
-            if value > highest and (self.costs.steep or len(nodes) in self.costs.round_seconds):
-                best, highest = len(nodes), value
-        tree = DraftTree.of(nodes[:best], candidates)
-        self.expected = 1.0 + sum(node.chance for node in nodes[:best])
+        gains = np.concatenate([[0.0], np.cumsum(forecast.chances)])
+        widths = range(len(gains)) if self.costs.steep else [0, *self.costs.round_seconds]
+        values = {
+            width: gains[width] - speed * self.costs.round(width, drafted=drafted)
+            for width in sorted(widths)
+            if width < len(gains)
+        }
         if drafted and self.costs.steep:
-            self._weigh_places(candidates, speed)
-        self._in_flight = tree
-        return tree
+            self._weigh_places(forecast.best, speed)
+        return max(values, key=lambda width: values[width])
 
-    def _weigh_places(self, candidates: Candidates, speed: float) -> None:
+    def _weigh_places(self, best: np.ndarray, speed: float) -> None:
         """Note what drafting any number of places would have been worth in this round, with chains.
 
         Places that were not drafted are taken to be as sure as the last one that was.
         """
         now, costs, places = self.confidence, self.costs, range(self.places + 1)
-        sure = np.minimum(np.exp(candidates.log_probs[:, 0].astype(np.float64)) * now.calibration, 0.995)
+        sure = np.minimum(best * now.calibration, SUREST)
         sure = np.concatenate([sure, np.full(self.places - len(sure), sure[-1])])
         gains = np.concatenate([[0.0], np.cumprod(sure).cumsum()])
         worth = 1.0 + gains - speed * np.array([costs.round(width, drafted=0) for width in places])
@@ -115,17 +114,14 @@ class ConfidentWidth:
         values = np.maximum.accumulate(worth) - speed * drafting
         now.values = values if now.values is None else _PLACES_FADE * now.values + (1 - _PLACES_FADE) * values
 
-    def observe(
-        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
-    ) -> None:
-        if seconds is not None:
-            self.costs.observe(seconds, width, drafted)
-        if drafted == 0:
+    def observe(self, round: Observation) -> None:
+        if round.seconds is not None:
+            self.costs.observe(round.seconds, round.width, round.drafted)
+        if round.drafted == 0:
             return
-        if self._in_flight is not None:
-            self.confidence.observe(num_accepted, self._in_flight.promised(path))
-            self._in_flight = None
-        self.pauses.observe(num_accepted + 1, self.costs.round(width, drafted=drafted), self.costs.plain)
+        self.confidence.observe(round.num_accepted, round.promised)
+        seconds = self.costs.round(round.width, drafted=round.drafted)
+        self.pauses.observe(round.num_accepted + 1, seconds, self.costs.plain)
 
     def take_notice(self) -> str | None:
         notice, self.pauses.notice = self.pauses.notice, None

@@ -22,7 +22,7 @@ from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.policy.width import STEEP, FixedWidth, RoundCosts
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 10
+_SCHEMA = 11
 _PROMPT_TOKENS = 64
 # Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and as many as take `_SECONDS_A_WIDTH` when nothing
 # stalls; a GPU stalls at first, while it compiles.
@@ -100,21 +100,21 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     """Time real rounds of the decode loop at several widths, and drafts alone; the most telling widths first.
 
     Rounds are timed the way they will run: a chain's queued after the last one or, where width costs much, after
-    waiting for the draft, by which its width is then chosen. A tree's always wait, so where chains do, too, trees are
-    all that is measured further.
+    waiting for the draft, by which its width is then chosen. Where trees pay there, they are all that is measured
+    further.
     """
     ends_at = time.perf_counter() + _SECONDS_TO_SPEND
     places = block_size - 1
 
     def timed(width: int, *, tree: bool = False, waits: bool = False) -> float:
-        policy = FixedWidth(width, places=places if tree else 0, reads_confidence=waits)
+        policy = FixedWidth(width, places=places if tree else 0, waits=waits)
         return _round_seconds(target, drafter, policy)
 
     chains = {width: timed(width) for width in {1, places}}
     steep = chains[places] > STEEP * chains[1]
     trees: dict[int, float] = {}
     if can_branch(target, drafter):
-        seconds = timed(places, tree=True)
+        seconds = timed(places, tree=True, waits=steep)
         if seconds <= MOST_GAIN * chains[places]:
             trees[places] = seconds
     if steep and not trees:
@@ -134,7 +134,7 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
             if width not in chains and not (steep and trees):
                 chains[width] = timed(width, waits=steep)
         if trees and width not in trees and (width <= places or width in wide):
-            trees[width] = timed(width, tree=True)
+            trees[width] = timed(width, tree=True, waits=steep)
     return PairCosts(
         RoundCosts(chains, drafts, steep=steep),
         RoundCosts(trees, drafts, steep=steep, places=places) if trees else None,
@@ -179,7 +179,7 @@ def _draft_seconds(target: Target, drafter: Drafter, width: int) -> float:
         started = time.perf_counter()
         drafted = propose([None], state, width, anchors=anchors, at=at, room=_PROMPT_TOKENS + width + 1)
         ids = state.vocabulary.token_ids if state.vocabulary else None
-        mx.eval(drafted.tokens, rank(drafted.logits[0], BRANCHES, ids).packed if drafted.logits is not None else [])
+        mx.eval(drafted.tokens, rank(drafted.logits[0], BRANCHES, ids).log_probs if drafted.logits is not None else [])
         times.append(time.perf_counter() - started)
     return statistics.median(times[1:])
 

@@ -7,13 +7,13 @@ a tree's rows buy few tokens each, and many lanes have better use for them.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from dflash_mlx.decoding.policies import RoundReport
-from dflash_mlx.decoding.tree import Candidates
+from dflash_mlx.decoding.policies import Choice, RoundReport
+from dflash_mlx.decoding.tree import SUREST
 from dflash_mlx.policy.pauses import Pauses
 from dflash_mlx.policy.width import FADE, FEW_WIDTHS, AcceptanceEstimate
 
@@ -34,13 +34,13 @@ class FixedGroup:
     """Always the same width."""
 
     width: int
-    reads_confidence: bool = False
+    waits: bool = False
 
-    def next_width(self, lanes: int) -> int:
-        return self.width
+    def next_round(self, lanes: int) -> Choice:
+        return Choice(self.width, width=None if self.waits else self.width)
 
-    def choose(self, candidates: Sequence[Candidates], *, rows: int) -> int:
-        return candidates[0].depth
+    def choose(self, best: np.ndarray, *, rows: int) -> int:
+        return int(best.shape[1])
 
     def observe(self, report: RoundReport) -> None:
         pass
@@ -100,7 +100,7 @@ class GroupWidth:
         self.costs, self.places, self._by_confidence = costs, places, by_confidence
         self.estimate = AcceptanceEstimate()
         self.pauses = Pauses()
-        self._lanes, self._width = 2, 0
+        self._width = 0
         self._depths: deque[int] = deque([min(4, places)], maxlen=6)
         # Kept drafts, and what the confidence promised, of the drafts judged so far, by lane.
         self._kept = self._promised = 20.0
@@ -110,19 +110,13 @@ class GroupWidth:
         # Drafted rounds since the last plain ones, and after how many these are looked at again.
         self._drafted, self._next_check = 0, _FIRST_CHECK
 
-    @property
-    def reads_confidence(self) -> bool:
-        steep = self.costs.round(self._lanes, self.places) > _STEEP * self.costs.round(self._lanes, 1)
-        return self._by_confidence or steep
-
-    def next_width(self, lanes: int) -> int:
-        self._lanes = lanes
+    def next_round(self, lanes: int) -> Choice:
         if self._rests():
             self._drafted = 0
-            return 0
-        if self.reads_confidence:
+            return Choice(0)
+        if self._by_confidence or self.costs.round(lanes, self.places) > _STEEP * self.costs.round(lanes, 1):
             # Drafting costs time too: not much further than drafts were lately.
-            return min(self.places, max(self._depths) + 2)
+            return Choice(min(self.places, max(self._depths) + 2))
         speeds = self._speeds(lanes)
         best = max(speeds, key=lambda width: speeds[width])
         if self._width not in speeds or speeds[best] > _WORTH * speeds[self._width]:
@@ -132,13 +126,13 @@ class GroupWidth:
         if self._drafted > self._next_check:
             self._next_check = min(4 * self._next_check, _LONGEST_CHECK)
             self._drafted, self._rest = 0, max(self._rest, _CHECK - 1)
-            return 0
-        return self._width
+            return Choice(0)
+        return Choice(self._width, width=self._width)
 
-    def choose(self, candidates: Sequence[Candidates], *, rows: int) -> int:
-        drafted = candidates[0].depth
-        chances = np.exp([c.log_probs[:, 0].astype(np.float64) for c in candidates]) * (self._kept / self._promised)
-        expected = np.cumprod(np.minimum(chances, 0.995), axis=1).mean(axis=0).cumsum()
+    def choose(self, best: np.ndarray, *, rows: int) -> int:
+        drafted = best.shape[1]
+        chances = np.minimum(best * (self._kept / self._promised), SUREST)
+        expected = np.cumprod(chances, axis=1).mean(axis=0).cumsum()
         gains = np.concatenate([[0.0], expected])
         # Rounds without drafts are always to be had.
         speed = max(self.pauses.speed, 1.0 / self.costs.round(rows, 0))
@@ -154,7 +148,7 @@ class GroupWidth:
             self.costs.observe(report.seconds, report.rows, report.width, report.drafted)
         if report.drafted == 0 or not report.kept:
             return
-        kept = [num_accepted for _, num_accepted, _ in report.kept]
+        kept = [num_accepted for _, num_accepted in report.kept]
         mean = sum(kept) / len(kept)
         if report.width:
             for num_accepted in kept:

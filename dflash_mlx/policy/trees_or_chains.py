@@ -1,21 +1,18 @@
 """Trees of drafts or chains: whichever gains more tokens a second on this machine, for this pair and this text.
 
-A tree gains more tokens than a chain, the more so the less the drafter is sure of; but its round takes longer, above
-all where a chain's could be queued after the last one. Trees are compared with chains while they are used: the
-drafter's probabilities say what either would gain, and the machine was measured. While chains are used, nothing is
-known of trees, so now and then a few rounds go to them.
+A tree gains more tokens than a chain, the more so the less the drafter is sure of; but its round takes longer. Trees
+are compared with chains while they are used: the drafter's probabilities say what either would gain, and the machine
+was measured. While chains are used, nothing is known of trees, so now and then a few rounds go to them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dflash_mlx.decoding.policies import WidthPolicy
-from dflash_mlx.decoding.tree import Candidates, DraftTree
+from dflash_mlx.decoding.policies import Choice, Forecast, Observation, WidthPolicy
 from dflash_mlx.policy.confidence import Confidence, ConfidentWidth
-from dflash_mlx.policy.pauses import Patience
-from dflash_mlx.policy.width import AcceptanceEstimate, RoundCosts, SteadyWidth
+from dflash_mlx.policy.pauses import Patience, Pauses
+from dflash_mlx.policy.width import HYSTERESIS, AcceptanceEstimate, RoundCosts, SteadyWidth
 
 # More than trees have been seen to gain by a chain's tokens: the demo pair's gain 1.42 times as many on the built-in
 # prompts and 1.14 times on its own answers. Where they take so much longer, they are not tried.
@@ -111,48 +108,88 @@ def choose_policy(
     return TreesOrChains(costs.chains, costs.trees, places, experience)
 
 
+class SteadyTree:
+    """Trees of the one size with the most expected tokens a second, by what the drafter held likely in the last rounds.
+
+    Only sizes that were measured: a GPU may compile anew for each. The host never waits for a draft.
+    """
+
+    branches = True
+
+    def __init__(self, costs: RoundCosts, places: int, confidence: Confidence) -> None:
+        self.costs, self.places, self.confidence = costs, places, confidence
+        self.sizes = sorted(size for size in costs.round_seconds if size)
+        # The one nearest to a chain's, until something is known.
+        self.size = min(self.sizes, key=lambda size: abs(size - places))
+        self.pauses = Pauses()
+        self._settle()
+
+    def next_round(self, *, may_branch: bool) -> Choice:
+        places = 0 if self.pauses.take_rest() else self.places
+        return Choice(places, tree=self.sizes[-1], scale=self.confidence.calibration, width=self.size)
+
+    def choose(self, forecast: Forecast) -> int:
+        return self.size
+
+    def observe(self, round: Observation) -> None:
+        if round.seconds is not None:
+            self.costs.observe(round.seconds, round.width, round.drafted)
+        if round.drafted == 0 or round.forecast is None:
+            return
+        self.confidence.observe(round.num_accepted, round.promised)
+        self.pauses.observe(round.num_accepted + 1, self.costs.round(round.width), self.costs.plain)
+        if round.branched:
+            self.confidence.weigh_sizes([self.expected(round.forecast, size) for size in self.sizes])
+            self._settle()
+
+    @staticmethod
+    def expected(forecast: Forecast, size: int) -> float:
+        """Tokens that a tree of this size promises."""
+        return 1.0 + float(forecast.chances[:size].sum())
+
+    def _settle(self) -> None:
+        """Change the size where another one promises enough more."""
+        tokens = self.confidence.tokens
+        if tokens is None or len(tokens) != len(self.sizes):
+            return
+        speeds = {size: count / self.costs.round(size) for size, count in zip(self.sizes, tokens, strict=True)}
+        best = max(speeds, key=lambda size: speeds[size])
+        if speeds[best] > HYSTERESIS * speeds[self.size]:
+            self.size = best
+
+    def take_notice(self) -> str | None:
+        notice, self.pauses.notice = self.pauses.notice, None
+        return notice
+
+
 class TreesOrChains:
-    """Rounds of trees by `ConfidentWidth` or of chains by `SteadyWidth`."""
+    """Rounds of trees by `SteadyTree` or of chains by `SteadyWidth`."""
 
     branches = True
 
     def __init__(self, chains: RoundCosts, trees: RoundCosts, places: int, experience: Experience) -> None:
         self.chains = SteadyWidth(chains, places, experience.estimate, experience.patience)
-        self.trees = ConfidentWidth(trees, places, experience.confidence)
+        self.trees = SteadyTree(trees, places, experience.confidence)
         self.experience = experience
-        self._grown = False
         self._look = _Look(places)
 
-    @property
-    def reads_confidence(self) -> bool:
-        return not self.experience.chains
+    def next_round(self, *, may_branch: bool) -> Choice:
+        policy: WidthPolicy = self.chains if self.experience.chains or not may_branch else self.trees
+        return policy.next_round(may_branch=may_branch)
 
-    def next_width(self) -> int:
-        return self.chains.next_width() if self.experience.chains else self.trees.next_width()
+    def choose(self, forecast: Forecast) -> int:
+        raise AssertionError("neither trees nor chains wait here")
 
-    def choose(self, candidates: Candidates) -> DraftTree:
-        self._grown = True
-        tree = self.trees.choose(candidates)
-        if candidates.depth and candidates.token_ids.shape[1] > 1:
-            best = np.exp(candidates.log_probs[:, 0].astype(np.float64)) * self.trees.confidence.calibration
-            seconds = self.trees.costs.round(tree.size, drafted=candidates.depth)
-            self._look.add(tokens=self.trees.expected, seconds=seconds, best=np.minimum(best, 1.0))
-        return tree
-
-    def observe(
-        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
-    ) -> None:
+    def observe(self, round: Observation) -> None:
         now = self.experience
-        grown, self._grown = self._grown, False
         # A plain round, at an answer's ends or in a pause, tells something of the kind that is used.
-        policy: WidthPolicy = self.trees if grown or (drafted == 0 and not now.chains) else self.chains
-        promised = self.trees.expected
-        policy.observe(drafted=drafted, width=width, num_accepted=num_accepted, path=path, seconds=seconds)
-        if drafted == 0:
+        of_tree = round.forecast is not None or (round.drafted == 0 and not now.chains)
+        policy: WidthPolicy = self.trees if of_tree else self.chains
+        if round.branched:
+            self._weigh(round)
+        policy.observe(round)
+        if round.drafted == 0:
             return
-        if grown and width:
-            now.gained = _SLOW_FADE * now.gained + num_accepted + 1
-            now.promised = _SLOW_FADE * now.promised + promised
         if now.chains:
             now.stayed += 1
             # Where chains do not pay, trees still may.
@@ -167,6 +204,17 @@ class TreesOrChains:
                 now.chains = True
             else:
                 now.stay = _FIRST_STAY
+
+    def _weigh(self, round: Observation) -> None:
+        """Note what a tree promised and brought, and what chains of its drafts would have promised."""
+        now, forecast = self.experience, round.forecast
+        assert forecast is not None
+        promised = SteadyTree.expected(forecast, round.width)
+        now.gained = _SLOW_FADE * now.gained + round.num_accepted + 1
+        now.promised = _SLOW_FADE * now.promised + promised
+        seconds = self.trees.costs.round(round.width, drafted=round.drafted)
+        best = np.minimum(forecast.best * self.trees.confidence.calibration, 1.0)
+        self._look.add(tokens=promised, seconds=seconds, best=best)
 
     def take_notice(self) -> str | None:
         """A pause of either kind matters only while that kind is used."""

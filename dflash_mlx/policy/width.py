@@ -4,19 +4,18 @@ A wider round gains more tokens and costs more time; how much of either depends 
 So the cost of a round is measured on the user's machine, and the width is the one with the most expected tokens a
 second. Two policies do that:
 
-- `ConfidentWidth` (confidence.py): each round's own drafts, a tree's or a chain's, from the drafter's probabilities.
+- `ConfidentWidth` (confidence.py): each round's own, a tree's or a chain's, from the drafter's probabilities.
 - `SteadyWidth`: chains of one width, from the acceptance of the rounds so far. The host never waits for a draft, which
-  is faster where width costs little.
+  is faster where width costs little. `SteadyTree` (trees_or_chains.py) does the same for trees.
 
 Where both are open, with trees, trees_or_chains.py decides. Where drafting does not pay, all pause, say so, and try
 again later.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from itertools import zip_longest
 
-from dflash_mlx.decoding.tree import Candidates, DraftTree, grow
+from dflash_mlx.decoding.policies import Choice, Forecast, Observation
 from dflash_mlx.policy.pauses import Patience, Pauses
 
 # How much one more round lets the past fade: a memory of about 25 rounds.
@@ -33,29 +32,29 @@ FEW_WIDTHS = (1, 3, 7, 15)
 
 @dataclass
 class FixedWidth:
-    """Always the same width: a chain, or the likeliest tree within `places` places when that is not 0."""
+    """Always the same width: a chain, or the likeliest tree within `places` places when that is not 0.
+
+    waits: as a policy that chooses by the drafter's probabilities does.
+    """
 
     width: int
     places: int = 0
-    reads_confidence: bool = False
-
-    def __post_init__(self) -> None:
-        self.reads_confidence = self.reads_confidence or self.branches
+    waits: bool = False
 
     @property
     def branches(self) -> bool:
         return self.places > 0
 
-    def next_width(self) -> int:
-        return self.places if self.branches and self.width else self.width
+    def next_round(self, *, may_branch: bool) -> Choice:
+        width = None if self.waits else self.width
+        if not self.branches or self.width == 0:
+            return Choice(self.width, width=width)
+        return Choice(self.places, tree=self.width if may_branch else 0, width=width)
 
-    def choose(self, candidates: Candidates) -> DraftTree:
-        nodes = (node for node in grow(candidates) if node.chance > 0)
-        return DraftTree.of(list(islice(nodes, self.width)), candidates)
+    def choose(self, forecast: Forecast) -> int:
+        return self.width
 
-    def observe(
-        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
-    ) -> None:
+    def observe(self, round: Observation) -> None:
         pass
 
     def take_notice(self) -> str | None:
@@ -154,7 +153,7 @@ class AcceptanceEstimate:
 class SteadyWidth:
     """The one width with the most expected tokens a second, by the acceptance of the rounds so far."""
 
-    reads_confidence = branches = False
+    branches = False
 
     def __init__(
         self,
@@ -171,21 +170,19 @@ class SteadyWidth:
         speeds = self._speeds()
         self.width = max(speeds, key=lambda width: speeds[width])
 
-    def next_width(self) -> int:
-        return 0 if self.pauses.take_rest() else self.width
+    def next_round(self, *, may_branch: bool) -> Choice:
+        return Choice(0 if self.pauses.take_rest() else self.width, width=self.width)
 
-    def choose(self, candidates: Candidates) -> DraftTree:
-        return DraftTree.of(list(islice(grow(candidates), self.width)), candidates)
+    def choose(self, forecast: Forecast) -> int:
+        return self.width
 
-    def observe(
-        self, *, drafted: int, width: int, num_accepted: int, path: Sequence[int], seconds: float | None
-    ) -> None:
-        if seconds is not None:
-            self.costs.observe(seconds, width, drafted)
-        if width == 0:
+    def observe(self, round: Observation) -> None:
+        if round.seconds is not None:
+            self.costs.observe(round.seconds, round.width, round.drafted)
+        if round.width == 0:
             return
-        self.estimate.observe(width, num_accepted)
-        self.pauses.observe(num_accepted + 1, self.costs.round(width), self.costs.plain)
+        self.estimate.observe(round.width, round.num_accepted)
+        self.pauses.observe(round.num_accepted + 1, self.costs.round(round.width), self.costs.plain)
         speeds = self._speeds()
         best = max(speeds, key=lambda width: speeds[width])
         if speeds[best] > speeds[self.width] * HYSTERESIS:

@@ -32,6 +32,8 @@ from dflash_mlx.server.web_page import page_file, root
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 Log = Callable[[str], None]
+# Where clients of OpenAI and Ollama ask for embeddings.
+_EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 
 
 def create_app(service: Service, policy: Policy, *, access_log: Log | None = None) -> Starlette:
@@ -123,7 +125,9 @@ def _refusal(found: Failure, request: Request) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     """What Starlette itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    words = {404: "there is nothing at this path", 405: "this path does not take that method"}
+    embeds = request.scope["path"] in _EMBEDDINGS
+    absent = "this server makes no embeddings" if embeds else "there is nothing at this path"
+    words = {404: absent, 405: "this path does not take that method"}
     message = f"{words.get(error.status_code, error.detail)}; docs/server.md lists what there is."
     found = Failure(status=error.status_code, message=message, headers=dict(error.headers or {}))
     return _refusal(found, request)

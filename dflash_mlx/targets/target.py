@@ -192,6 +192,10 @@ class Target(Mirrored):
             self._trees = self._probe_trees()
         return self._trees
 
+    def assume(self, *, rows: bool, trees: bool) -> None:
+        """Take as known what running this model has shown before, so that it is not run again to find out."""
+        self._rows, self._trees = rows, trees
+
     @cached_property
     def ropes(self) -> list[nn.Module]:
         """The model's rotary embeddings."""

@@ -112,6 +112,6 @@ def _compiles() -> bool:
 
 
 def _words(minutes: float) -> str:
-    if minutes < 1:
+    if minutes < 1.5:
         return "a minute"
     return f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"

@@ -159,7 +159,7 @@ def test_an_error_in_the_middle_keeps_what_is_finished(
         (["--also", "dtype=int8"], "dtype should be one of"),
         (["--also", "width=3", "--also", "width=3"], "two contestants are called 'width=3'"),
         (["--tree"], "--tree needs --width N"),
-        (["compare", "/nowhere/a", "/nowhere/b"], "cannot read the result in /nowhere/a"),
+        (["compare", "/nowhere/a", "/nowhere/b"], "/nowhere/a: No such file or directory. Give the folder"),
     ],
 )
 def test_misuse_is_told_before_any_model_is_loaded(

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from best_first import HostTree
 from tiny import VOCAB, join, tiny_drafter, tiny_target
 from tiny_families import family_target, unavailable
 
@@ -10,7 +11,6 @@ from dflash_mlx.caches.replay import Replayed
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.tree import DraftTree
 from dflash_mlx.drafters.contract import Nobody
 from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.rounding import TOLERANCE, relative_difference
@@ -68,10 +68,11 @@ def test_a_replayed_tree_is_the_same(shape):
         target.set_replays(on)
         caches, found = rows_of(target, (9,)), []
         for i, turn in enumerate((shape, list(shape), [0] * len(shape))):
-            tree = DraftTree(np.array(tokens_of(i, len(turn))), tuple(turn), (0.5,) * len(turn))
-            block = mx.concatenate([tokens_of(30 + i, 1, 1), mx.array(tree.tokens)[None]], axis=1)
-            found.append(caches.feed(target.pass_for(()), block, at=mx.array([9 + i]), room=40, tree=tree.shape)[0])
-            caches.commit(len(turn) + 1, [1], path=[0])
+            tree = HostTree(tokens_of(i, len(turn)).tolist(), turn, [0.5] * len(turn)).on_device
+            block = mx.concatenate([tokens_of(30 + i, 1, 1), tree.tokens[None]], axis=1)
+            model = target.pass_for(())
+            found.append(caches.feed(model, block, at=mx.array([9 + 2 * i]), room=40, tree=tree.shape)[0])
+            caches.keep_path(model, mx.array([0, len(turn)]))
         runs.append(found)
     assert all(close(*pair) for pair in zip(*runs, strict=True))
     assert not close(runs[0][1], runs[0][2])

@@ -4,12 +4,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
-from tiny import FAMILIES, tiny_target
+from tiny import FAMILIES, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
+from tiny_families import WINDOW, family_target, unavailable
 
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.caches.tree_rows import branched, find_ropes, keep_path, works_with
+from dflash_mlx.caches.tree_rows import branched, find_ropes, keep_path, take_fed, works_with
+from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.decode import decode
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.policy.width import FixedWidth
 
 # Rows: the anchor; 1-2-3 and 4-5 after it; 6 after 1.
 PARENTS = [0, 1, 2, 0, 4, 1]
@@ -66,7 +71,8 @@ def test_a_kept_path_leaves_the_cache_as_if_fed_alone(target, path):
     cache = filled(target)
     rows = rows_of(cache, len(CONTEXT))
     forward_tree(target, rows)
-    keep_path(rows, len(CONTEXT), path)
+    # Of a path that is shorter than the longest one, what comes after its end does not matter.
+    keep_path(rows, mx.array([*path, *[6] * (4 - len(path))]), take_fed(rows))
     rows.give_back(0, len(CONTEXT) + len(path), cache)
     alone = filled(target)
     target.forward(mx.array([[TOKENS[i] for i in path]]), alone)
@@ -85,7 +91,9 @@ def test_keeping_a_path_does_not_copy_the_cache():
     mx.eval(layer.keys, layer.values)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    keep_path(rows, 19_000, [0, 2, 5])
+    with branched([], rows, mx.array(DEPTHS), mx.array(VISIBLE)):
+        layer.update_and_fetch(mx.ones((1, 2, 7, 32)), mx.ones((1, 2, 7, 32)))
+    keep_path(rows, mx.array([0, 2, 5]), take_fed(rows))
     mx.eval(layer.keys, layer.values)
     assert mx.get_peak_memory() - before < layer.keys.nbytes / 10
 
@@ -123,6 +131,26 @@ def test_a_window_counts_positions_within_a_tree_that_is_deeper():
         mask = rows.layers[0].make_mask(5, window_size=2)
     seen = [[i for i, sees in enumerate(row) if sees] for row in mask[0, 0].tolist()]
     assert seen == [[3, 4], [4, 5], [4, 6], [6, 7], [7, 8]]
+
+
+@pytest.mark.parametrize("length", [2, 3 * WINDOW - 1])
+@pytest.mark.parametrize("family", ["llama, sliding", "gemma3", "gemma3n", "gemma4, shared keys", "gpt_oss"])
+def test_trees_go_over_the_edges_of_windows(family, length):
+    """Trees that are deeper than a window, of which rounds keep up to 15 drafts, and wrong ones in between."""
+    if reason := unavailable(family):
+        pytest.skip(reason)
+    target = family_target(family)
+    assert target.takes_trees()
+    prompt = [i % 40 for i in range(length)]
+    truth = plain_tokens(target, prompt, 60)
+    script = {length + i: token for i, token in enumerate(truth)}
+    for wrong in (frozenset[int](), frozenset(range(length, length + 60, 4))):
+        drafter = ScriptedDrafter(tiny_drafter(block_size=16).config, script, wrong)
+        policy, session = FixedWidth(31, places=15), Session(target, drafter)
+        steps = list(decode(session, prompt, strategy=Greedy(), policy=policy, max_tokens=50, eos_ids=set()))
+        assert [token for step in steps for token in step.tokens] == truth[:50]
+        gained = {step.num_accepted for step in steps[1:-1]}
+        assert gained == {15} if not wrong else max(gained) > 2
 
 
 @pytest.mark.parametrize(
@@ -176,5 +204,7 @@ def test_works_with_finds_out_by_running(target):
     vocabulary = target.vocab_size
     assert not works_with(ForgetsPositions(target.model), vocabulary, target.make_cache)
     assert not works_with(target.model, vocabulary, list)
-    assert not works_with(target.model, vocabulary, lambda: [RotatingKVCache(8) for _ in target.layers])
+    assert works_with(target.model, vocabulary, lambda: [RotatingKVCache(8) for _ in target.layers])
+    assert not works_with(target.model, vocabulary, lambda: [RotatingKVCache(8, keep=4) for _ in target.layers])
+    assert not works_with(target.model, vocabulary, lambda: [ArraysCache(2) for _ in target.layers])
     assert not works_with(nn.Linear(2, 2), vocabulary, target.make_cache)

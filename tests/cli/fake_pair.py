@@ -36,6 +36,7 @@ class FakePair:
     warnings: list[str] = field(default_factory=list)
     kernels: bool = True
     exact: bool = False
+    measured: bool = False
     config: Any = None
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -47,6 +48,11 @@ class FakePair:
     def with_config(self, config: Any) -> "FakePair":
         self.config = config
         return self
+
+    def round_costs(self, report: Callable[[str, float | None], None]) -> None:
+        if not self.measured:
+            report("measuring", None)
+        self.measured = True
 
     def new_session(self, *, draft: bool = True) -> FakeSession:
         self.sessions += 1
@@ -68,6 +74,7 @@ def load_pair(
     kernels: bool = True,
     exact: bool = False,
     check: bool = True,
+    recheck: bool = False,
     report: Callable[[str, float | None], None] | None = None,
 ) -> FakePair:
     if name is None and model is None:
@@ -157,7 +164,7 @@ def _rounds(
 def install(setattr: Callable[[object, str, object], None] = setattr) -> None:
     """Put the fake in place of the real thing."""
     PAIR.asked.clear()
-    PAIR.drafter, PAIR.sessions = object(), 0
+    PAIR.drafter, PAIR.sessions, PAIR.measured = object(), 0, False
     setattr(dflash_mlx, "load_pair", load_pair)
     setattr(dflash_mlx, "stream_generate", stream_generate)
 

@@ -98,7 +98,7 @@ def test_set_changes_the_next_answer(conversation, fake):
     [
         ("/nonsense", "/help"),
         ("/set nonsense 1", "temperature"),
-        ("/set temperature -1", "at least 0"),
+        ("/set temperature -1", "^temperature is -1; expected a number of at least 0"),
         ("/set temperature", "at least 0"),
         ("/set draft maybe", "on or off"),
         ("/save", "/save FILE"),

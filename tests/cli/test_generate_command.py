@@ -57,6 +57,12 @@ def test_no_draft_is_plain(run, fake):
     assert "plain decoding" in err
 
 
+def test_only_chosen_widths_need_measurements(run, fake):
+    for arguments, measured in ((["--no-draft"], False), (["--width", "3"], False), ([], True)):
+        assert run("generate", "hi", "--pair", "fake", *arguments)[0] == 0
+        assert fake.measured is measured
+
+
 def test_options_reach_the_sampling_parameters(run, fake):
     options = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --seed 3 --stop a --stop b"
     code, _, _ = run("generate", "hi", "--pair", "fake", *options.split())

@@ -1,5 +1,6 @@
 """Text and status line on one terminal, seen on a small terminal emulator."""
 
+import os
 import random
 import re
 
@@ -8,6 +9,7 @@ from screen import Screen
 
 from dflash_mlx.cli import live
 from dflash_mlx.cli.live import LiveText
+from dflash_mlx.cli.streaming import begin
 
 STATUS = "~status~ that is much longer than the terminal is wide, so it must be cut"
 
@@ -44,6 +46,27 @@ def broken(line: str, columns: int) -> str:
             rows = rows if rows[-1] else rows[:-1]
             rows += [part[i : i + columns] for i in range(0, len(part), columns)]
     return "\n".join(rows)
+
+
+def test_what_is_waited_for_is_said(fake, monkeypatch):
+    shown: list[str] = []
+    monkeypatch.setattr(LiveText, "write", lambda self, text, status: shown.append(status))
+    with LiveText() as text:
+        begin(fake, text, draft=False)
+        begin(fake, text, draft=True)
+        begin(fake, text, draft=True)
+    assert shown == ["reading the prompt", "measuring", "reading the prompt", "reading the prompt"]
+
+
+def test_a_status_loses_whole_parts_where_it_does_not_fit():
+    status = "  5.0 tok/s · acceptance length 2.00 · ▁█"
+    assert [live.fitting(status, room) for room in (80, 41, 40, 13, 5)] == [
+        status,
+        status,
+        "  5.0 tok/s · acceptance length 2.00",
+        "  5.0 tok/s",
+        "  5.0",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -110,6 +133,20 @@ def test_a_dumb_terminal_gets_no_live_line(terminal, monkeypatch):
     with LiveText() as text:
         text.write("Hello", "12 tok/s")
         assert screen.text() == ["Hello"]
+
+
+@pytest.mark.parametrize("pipe", [False, True])
+def test_a_pipe_has_the_terminal_to_itself(terminal, monkeypatch, tmp_path, pipe):
+    """Its reader may write there; a file leaves room for the status line."""
+    reader, writer = os.pipe() if pipe else (None, os.open(tmp_path / "answer", os.O_CREAT | os.O_RDWR))
+    screen = terminal(40, 5)
+    with os.fdopen(writer, "w") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        with LiveText() as text:
+            text.write("Hello", "12 tok/s")
+            assert screen.text() == ([] if pipe else ["12 tok/s"])
+    if reader is not None:
+        os.close(reader)
 
 
 def test_without_a_terminal_text_passes_through_unchanged(capsys):

@@ -41,6 +41,24 @@ def test_narrow_terminals_break_lines_between_words_but_not_in_commands(monkeypa
     assert lines[-1] == "more"
 
 
+def test_parts_with_dots_between_them_stay_whole_where_they_fit(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(output, "terminal_width", lambda: 31)
+    lines = output.wrapped("30 tokens at 3.0 tok/s · peak memory 0.7 GB · a b", Terminal()).split("\n")
+    assert lines == ["30 tokens at 3.0 tok/s ·", "peak memory 0.7 GB · a b"]
+    long = output.wrapped("a part that is much longer than a whole row · end", Terminal()).split("\n")
+    assert long == ["a part that is much longer", "than a whole row · end"]
+
+
+def test_a_sentence_of_a_result_is_broken_on_terminals_only(monkeypatch, capsys):
+    monkeypatch.setattr(output, "terminal_width", lambda: 21)
+    output.say("a sentence of a result that is long")
+    assert capsys.readouterr().out == "a sentence of a result that is long\n"
+    monkeypatch.setattr(output, "is_terminal", lambda stream: True)
+    output.say("a sentence of a result that is long")
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 20
+
+
 def test_what_can_be_copied_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(output, "is_terminal", lambda stream: True)
     monkeypatch.setattr(output, "terminal_width", lambda: 30)

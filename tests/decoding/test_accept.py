@@ -6,11 +6,11 @@ from collections import Counter
 import mlx.core as mx
 import numpy as np
 import pytest
+from best_first import HostTree, best_first
 from test_sampling import chi_square_p
 from tiny import read
 
 from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, Greedy, Outcome, Rejection, for_trees, judge, reject
-from dflash_mlx.decoding.tree import Candidates, DraftTree, grow
 from dflash_mlx.drafters.contract import Proposal
 from dflash_mlx.sampling import SamplingParams, sampling_scores
 
@@ -141,7 +141,7 @@ def test_outcomes_of_different_depths_are_read_as_each_alone():
     assert together.depth == 4
     for outcome, found in zip(outcomes, together.read(), strict=True):
         alone = read(outcome)
-        assert found == (outcome.depth, alone.tokens, alone.path)
+        assert found == (outcome.depth, alone.tokens, 4, None)
 
 
 def test_trees_are_drawn_by_the_same_noise():
@@ -155,14 +155,15 @@ def test_trees_are_drawn_by_the_same_noise():
 
 def test_a_tree_is_judged_by_the_noise_of_its_rows_positions():
     """Rows at one depth have the same position, so each row's token is the one that plain decoding draws there."""
-    candidates = Candidates(np.array([[1, 2], [3, 4], [5, 6]]), np.log(np.array([[0.6, 0.4]] * 3)))
-    tree = DraftTree.of(list(grow(candidates)), candidates)
+    ids, log_probs = np.array([[1, 2], [3, 4], [5, 6]]), np.log(np.array([[0.6, 0.4]] * 3))
+    tree = HostTree.of(list(best_first(log_probs)), ids, log_probs)
     strategy, kept = Coupled(SamplingParams(temperature=1.0), seed=3), set()
     for position in range(20, 60):
         logits = mx.random.normal((tree.size + 1, 7), key=mx.random.key(position))
-        reading = read(judge(strategy, tree, logits, position))
+        outcome, path = judge(strategy, tree.on_device, logits, position)
+        reading = read(outcome)
         kept.add(reading.num_accepted)
-        for row, token in zip(reading.path, reading.tokens, strict=True):
+        for row, token in zip(path[: reading.num_accepted + 1].tolist(), reading.tokens, strict=True):
             plain = strategy.accept(None, logits[row : row + 1], position + tree.depths[row])
             assert token == plain.tokens.item()
     assert {0, 1, 2} <= kept

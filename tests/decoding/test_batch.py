@@ -287,18 +287,18 @@ def test_a_row_stays_free_for_some_rounds(target, drafter, text, monkeypatch):
 
 
 class Asked(FixedGroup):
-    """Notes how many answers' candidates it was asked about last."""
+    """Notes how many answers' chances it was asked about last."""
 
-    def choose(self, candidates, *, rows):
-        self.asked = len(candidates)
-        return super().choose(candidates, rows=rows)
+    def choose(self, best, *, rows):
+        self.asked = len(best)
+        return super().choose(best, rows=rows)
 
 
 def test_the_width_is_chosen_by_the_lanes_that_there_are(target, drafter, text, monkeypatch):
     monkeypatch.setattr(batches, "rows_for", lambda lanes: max(4, lanes) if lanes else 0)
     lanes = [lane_of(target, drafter, text[:length], max_tokens=limit) for length, limit in ((3, 40), (9, 40), (5, 3))]
     answers = Answers(target, drafter, *lanes)
-    answers.engine.policy = Asked(WIDTH, reads_confidence=True)
+    answers.engine.policy = Asked(WIDTH, waits=True)
     while len(answers.engine.lanes) > 2:
         answers.advance()
     answers.advance()

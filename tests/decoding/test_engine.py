@@ -1,5 +1,6 @@
 """The loop itself: rounds are launched ahead and change nothing by it, have room, copy nothing, and make way."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -163,14 +164,14 @@ class Draws(FixedWidth):
         super().__init__(width, **options)
         self.drawn, self.heard = drawn, []
 
-    def next_width(self):
-        return self.drawn
+    def next_round(self, *, may_branch):
+        return replace(super().next_round(may_branch=may_branch), places=self.drawn)
 
-    def observe(self, **report):
-        self.heard.append(report)
+    def observe(self, round):
+        self.heard.append(round)
 
 
-@pytest.mark.parametrize("policy", [Draws(7, 3, places=3), Draws(2, 5, reads_confidence=True), Draws(0, 0)])
+@pytest.mark.parametrize("policy", [Draws(7, 3, places=3), Draws(2, 5, waits=True), Draws(2, 5), Draws(0, 0)])
 @pytest.mark.parametrize(("pause", "seconds"), [(15, 31), (16, None)])
 def test_a_policy_hears_of_each_round_of_its_answer(policy, pause, seconds, monkeypatch):
     """A round takes 16 seconds; its time is not told from the caller's where the caller takes as long."""
@@ -186,12 +187,13 @@ def test_a_policy_hears_of_each_round_of_its_answer(policy, pause, seconds, monk
         clock.now += pause
     # The first round is a plain one, and nothing came before it; the last ones have fewer places than wished.
     assert len(policy.heard) == len(steps) > 5
-    assert [report["drafted"] for report in policy.heard[:4]] == [0, *[policy.drawn] * 3]
-    assert [report["seconds"] for report in policy.heard[1:]] == [seconds] * (len(steps) - 1)
-    for step, report in zip(steps, policy.heard, strict=True):
-        assert (report["width"], report["num_accepted"]) == (step.width, step.num_accepted)
-        assert len(report["path"]) >= step.num_accepted + 1
-        assert report["path"][0] == 0
+    assert [round.drafted for round in policy.heard[:4]] == [0, *[policy.drawn] * 3]
+    assert [round.seconds for round in policy.heard[1:]] == [seconds] * (len(steps) - 1)
+    for step, round in zip(steps, policy.heard, strict=True):
+        assert (round.width, round.num_accepted) == (step.width, step.num_accepted)
+        assert round.branched == (policy.branches and step.width > 0)
+        assert (round.forecast is not None) == (round.drafted > 0 and (policy.branches or policy.waits))
+        assert 0 <= round.promised <= step.depth + 1e-3
     assert [step.width for step in steps[1:4]] == [policy.width] * 3
 
 
@@ -219,8 +221,7 @@ def test_a_groups_policy_hears_of_each_round(pause, seconds, monkeypatch):
         report = engine.policy.heard[-1]
         assert (report.rows, report.drafted, report.width) == (2, 4, 4)
         assert report.seconds == (seconds if expected > 1 else 16)
-        found = [(lane, accepted, list(path[: accepted + 1])) for lane, accepted, path in report.kept]
-        assert found == [(lane, step.num_accepted, list(range(step.num_accepted + 1))) for lane, step in results]
+        assert report.kept == [(lane, step.num_accepted) for lane, step in results]
     assert [lane for lane, _ in results] == lanes[1:]
 
 

@@ -1,15 +1,19 @@
 """The parts of a round on small arrays, worked out by hand: which drafts are judged, by which rules, after what."""
 
+from itertools import islice
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from best_first import HostTree, best_first
 from tiny import tiny_target
 
 from dflash_mlx.decoding.accept import Coupled, Greedy
 from dflash_mlx.decoding.lane import Lane
+from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.steps import Drafts, accept, block_of, candidates_of, consider, process_rows, propose
-from dflash_mlx.decoding.tree import Candidates, DraftTree, Ranking, grow
+from dflash_mlx.decoding.steps import Chances, Drafts, accept, block_of, consider, process_rows, propose
+from dflash_mlx.decoding.tree import BRANCHES
 from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Nobody, Proposal
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
@@ -59,32 +63,30 @@ def test_places_that_no_lane_is_to_be_judged_at_are_left_out():
 
 @pytest.mark.parametrize("drawn", [False, True])
 def test_some_lanes_drafts_can_be_taken(drawn):
-    ranking = Ranking(mx.arange(LANES * WIDTH)[:, None], mx.zeros((LANES * WIDTH, 1)))
-    drafts = make_drafts(proposals=own_proposals() if drawn else None, ranking=ranking)
+    chances = Chances(mx.arange(LANES * WIDTH).reshape(LANES, WIDTH) / 16)
+    drafts = make_drafts(proposals=own_proposals() if drawn else None, chances=chances)
     assert drafts.take([0, 1, 2]) is drafts
     taken = drafts.take([2, 0])
     assert taken.tokens.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
     assert taken.of(0).tokens.tolist() == [token + (100 if drawn else 0) for token in (8, 9, 10, 11)]
-    assert taken.ranking.token_ids.flatten().tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
-    assert make_drafts().take([1]).ranking is None
+    assert (16 * taken.chances.read()).tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+    assert make_drafts().take([1]).chances is None
     assert len(drafts.arrays) == 2
     assert len(make_drafts().arrays) == 1
 
 
-def test_a_ranking_is_read_for_each_lane():
-    ids, chances = np.arange(12).reshape(6, 2), np.log(np.linspace(0.9, 0.1, 12).reshape(6, 2))
-    found = candidates_of(Ranking(mx.array(ids), mx.array(chances)), 3)
-    assert [lane.token_ids.tolist() for lane in found] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
-    np.testing.assert_allclose(np.concatenate([lane.log_probs for lane in found]), chances, rtol=1e-5)
+def test_a_chain_is_kept_as_far_as_all_of_it_is():
+    """Chances of 0.5, 0.8 and 0.9, of each of which 1.1 times as much is expected, but never certainty."""
+    forecast = Chances(mx.array([[0.5, 0.8, 0.9, 1.0]]), scale=1.1).forecast(3)
+    assert forecast.best.tolist() == pytest.approx([0.5, 0.8, 0.9])
+    assert forecast.chances.tolist() == pytest.approx([0.55, 0.55 * 0.88, 0.55 * 0.88 * 0.99])
 
 
 def test_a_block_is_each_anchor_and_its_drafts():
     anchors = mx.array([7, 8, 9])
     assert block_of(anchors, None).tolist() == [[7], [8], [9]]
     assert block_of(anchors, make_drafts()).tolist() == [[7, 0, 1, 2, 3], [8, 4, 5, 6, 7], [9, 8, 9, 10, 11]]
-    candidates = Candidates(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.6, 0.4], [0.9, 0.1]])))
-    tree = DraftTree.of(list(grow(candidates))[:3], candidates)
-    assert block_of(anchors[:1], tree).tolist() == [[7, *tree.tokens.tolist()]]
+    assert block_of(anchors[:1], HostTree([1, 3, 2], [0, 1, 0], [0.6, 0.9, 0.4]).on_device).tolist() == [[7, 1, 3, 2]]
     assert block_of(anchors, make_drafts()).dtype == mx.uint32
 
 
@@ -175,14 +177,17 @@ def test_lanes_that_are_plain_are_judged_together():
 
 def test_a_trees_kept_path_brings_its_features_and_logprobs():
     """Rows 0 (the anchor), 1 and 2 (its children), 3 (the child of 2): the target goes to 2 and then to 3."""
-    tree = DraftTree(np.array([1, 2, 3], dtype=np.uint32), (0, 0, 2), (0.6, 0.4, 0.9))
+    tree = HostTree([1, 2, 3], [0, 0, 2], [0.6, 0.4, 0.9]).on_device
     logits = 10.0 * mx.eye(VOCAB)[mx.array([2, 5, 3, 4])][None]
     features = mx.arange(4, dtype=mx.float32)[None, :, None]
     options = {"at": mx.array([1]), "histories": {}, "bits": {}}
     fed = block_of(mx.array([0]), tree)
     verdict = accept([make_lane(top_logprobs=1)], tree, fed, logits, features, **options)
     [reading] = verdict.outcome.read()
-    assert (reading.num_accepted, reading.tokens, reading.path) == (2, [2, 3, 4], [0, 2, 3])
+    assert (reading.num_accepted, reading.tokens) == (2, [2, 3, 4])
+    assert verdict.path.tolist() == [0, 2, 3]
+    # At the anchor 0.6 and 0.4, then 0.9, and nothing after it.
+    assert reading.promised == pytest.approx(1.9)
     assert verdict.features.flatten().tolist() == [0.0, 2.0, 3.0]
     assert verdict.fed.tolist() == [[0, 2, 3]]
     assert len(verdict.read_logprobs(0)) == 3
@@ -221,29 +226,42 @@ def test_nobody_gets_the_best_tokens(vocabulary):
     assert Nobody().text_from(0) == []
 
 
-def test_what_a_drafter_only_holds_likely_is_its_ranking():
+def test_what_a_drafter_only_holds_likely_is_its_chance():
     drafted = Drafted(mx.array([[4, 5], [6, 7]]), log_probs=mx.array([[-0.5, -1.0], [0.0, -2.0]]))
-    found = candidates_of(consider([None, None], drafted, None, mx.array([1, 1]), branches=False), 2)
-    assert [lane.token_ids.tolist() for lane in found] == [[[4], [5]], [[6], [7]]]
-    assert [lane.log_probs.tolist() for lane in found] == [[[-0.5], [-1.0]], [[0.0], [-2.0]]]
+    found = consider([None, None], drafted, None, mx.array([1, 1]), Choice(2))
+    np.testing.assert_allclose(found.read(), np.exp([[-0.5, -1.0], [0.0, -2.0]]), rtol=1e-5)
+
+
+def test_a_tree_of_one_token_a_place_is_a_chain():
+    drafted = Drafted(mx.array([[4, 5, 6]]), log_probs=mx.array([[-0.5, -1.0, -mx.inf]]))
+    found = consider([make_lane()], drafted, None, mx.array([1]), Choice(3, tree=31))
+    tree = found.likeliest.tree(31)
+    assert tree.tokens.tolist() == [4, 5, 6]
+    assert tree.depths.tolist() == [0, 1, 2, 3]
+    assert found.forecast().chances.tolist() == pytest.approx([np.exp(-0.5), np.exp(-1.5), 0.0], abs=1e-6)
 
 
 @vocabularies
 def test_a_chains_chances_are_those_of_its_best_tokens(vocabulary):
     drafted = Drafted(mx.zeros((2, 3)), mx.array(LOGITS))
-    found = consider([None, None], drafted, vocabulary, mx.array([1, 1]), branches=False).read()
-    assert found.token_ids.tolist() == ids_of(LOGITS.argmax(axis=-1), vocabulary).reshape(6, 1).tolist()
+    found = consider([None, None], drafted, vocabulary, mx.array([1, 1]), Choice(3))
     chances = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=-1, keepdims=True)
-    np.testing.assert_allclose(np.exp(found.log_probs), chances.max(axis=-1).reshape(6, 1), rtol=1e-5)
+    np.testing.assert_allclose(found.read(), chances.max(axis=-1), rtol=1e-5)
+    assert consider([None, None], drafted, vocabulary, mx.array([1, 1]), Choice(3, width=3)) is None
 
 
 @vocabularies
 @pytest.mark.parametrize("strategy", [Greedy(), Coupled(SamplingParams(temperature=1.0), seed=1)])
-def test_a_tree_grows_by_what_the_target_would_prefer(strategy, vocabulary):
+def test_a_tree_is_made_of_what_the_target_would_prefer(strategy, vocabulary):
     """With the noise of the positions after the anchor's, where tokens are drawn."""
     drafted = Drafted(mx.zeros((1, 3)), mx.array(LOGITS[:1]))
-    lane = make_lane(strategy=strategy)
-    found = consider([lane], drafted, vocabulary, mx.array([11]), branches=True).read()
+    found = consider([make_lane(strategy=strategy)], drafted, vocabulary, mx.array([11]), Choice(3, tree=9, scale=0.7))
     scores = np.array(strategy.preferences(mx.array(LOGITS[0]), 12, vocabulary))
-    assert found.token_ids.tolist() == ids_of(np.argsort(-scores, axis=1), vocabulary).tolist()
-    assert found.token_ids.shape == (3, 4)
+    order = np.argsort(-scores, axis=1)[:, :BRANCHES]
+    log_probs = np.take_along_axis(scores - np.log(np.exp(scores).sum(axis=1, keepdims=True)), order, axis=1)
+    nodes = list(islice(best_first(log_probs, scale=0.7), 9))
+    truth = HostTree.of(nodes, ids_of(order, vocabulary), log_probs)
+    assert found.likeliest.tree(9).tokens.tolist() == truth.tokens
+    forecast = found.forecast()
+    assert forecast.best.tolist() == pytest.approx(np.exp(log_probs[:, 0]).tolist(), rel=1e-4)
+    assert forecast.chances.tolist() == pytest.approx([node.chance for node in nodes], rel=1e-4)

@@ -6,7 +6,6 @@ That a forward and a path equal the official ones is in test_official.py.
 import itertools
 import random
 from functools import cache
-from itertools import islice
 
 import mlx.core as mx
 import numpy as np
@@ -16,8 +15,8 @@ from tiny import HIDDEN, SECOND, plain_tokens, read, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, Greedy, Rejection
 from dflash_mlx.decoding.decode import decode
+from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.tree import DraftTree, grow
 from dflash_mlx.drafters.dflash2 import PathSelector
 from dflash_mlx.drafters.path import propose_path
 from dflash_mlx.policy.width import FixedWidth
@@ -30,20 +29,20 @@ ALL_SLIDING = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9, "
 class Confident:
     """Verifies the drafts that the drafter is sure of: how many depends on the context, and must not bias samples."""
 
-    reads_confidence, branches = True, False
+    branches = False
 
     def __init__(self, enough: float) -> None:
         self.enough, self.chosen = enough, []
 
-    def next_width(self) -> int:
-        return 3
+    def next_round(self, *, may_branch) -> Choice:
+        return Choice(3)
 
-    def choose(self, candidates):
-        sure = (np.exp(candidates.log_probs[:, 0]) > self.enough).tolist()
+    def choose(self, forecast):
+        sure = (forecast.best > self.enough).tolist()
         self.chosen.append(sure.index(False) if False in sure else len(sure))
-        return DraftTree.of(list(islice(grow(candidates), self.chosen[-1])), candidates)
+        return self.chosen[-1]
 
-    def observe(self, *, drafted, width, num_accepted, path, seconds):
+    def observe(self, round):
         pass
 
     def take_notice(self):

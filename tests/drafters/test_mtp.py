@@ -1,6 +1,7 @@
 """Heads for multi-token prediction: a forward against NumPy, the published layouts, and what is refused."""
 
 import json
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -134,6 +135,25 @@ def reference(w, hidden, embedded):
     return normed(h, w["norm.weight"])
 
 
+def text_and_drafts(target, drafter, reference):
+    """What a head says of a text and then of two drafts (1, L, D), and the same by the reference, all at once (L, D).
+
+    reference: hidden states and embeddings, both (L, D) -> what is computed there (L, D). For each draft it stands for
+    the next place's hidden state.
+    """
+    tokens, caches = [5, 9, 2, 30, 7, 11], drafter.make_layer_caches()
+    features = target.forward_tapped(mx.array([tokens]), target.make_cache(), drafter.taps)[1]
+    found = [drafter.feed(target, mx.array([tokens[1:]]), features[:, :-1], caches)]
+    for draft in (3, 8):
+        found.append(drafter.feed(target, mx.array([[draft]]), found[-1][:, -1:], caches))
+
+    embedding, hidden = np.array(target.embed(mx.arange(VOCAB))), np.array(features[0, :-1])
+    for draft in (3, 8, 0):
+        expected = reference(hidden, embedding[tokens[1:]])
+        tokens, hidden = [*tokens, draft], np.concatenate([hidden, expected[-1:]])
+    return mx.concatenate(found, axis=1), expected
+
+
 @pytest.mark.parametrize("layout", ["each expert", "two in one", "MLX"])
 def test_a_forward_equals_the_definition(target, layout, tmp_path):
     """Of a text, and then of two drafts."""
@@ -141,20 +161,11 @@ def test_a_forward_equals_the_definition(target, layout, tmp_path):
     write(tmp_path, w, layout=layout, prefix="language_model.mtp." if layout == "MLX" else "mtp.")
     drafter = load_mtp(tmp_path, target, dtype=mx.float32)
     assert (drafter.method, drafter.places, drafter.taps) == ("mtp", 3, (len(target.layers),))
-    tokens = [5, 9, 2, 30, 7, 11]
-    logits, features = target.forward_tapped(mx.array([tokens]), target.make_cache(), drafter.taps)
+    logits, features = target.forward_tapped(mx.array([[5, 9, 2]]), target.make_cache(), drafter.taps)
     assert mx.abs(target.head(features) - logits).max().item() < 1e-5
-    caches = drafter.make_layer_caches()
-    found = [drafter.feed(target, mx.array([tokens[1:]]), features[:, :-1], caches)]
-    for draft in (3, 8):
-        found.append(drafter.feed(target, mx.array([[draft]]), found[-1][:, -1:], caches))
-
-    embedding, hidden = np.array(target.embed(mx.arange(VOCAB))), np.array(features[0, :-1])
-    for draft in (3, 8, 0):
-        expected = reference(w, hidden, embedding[tokens[1:]])
-        tokens, hidden = [*tokens, draft], np.concatenate([hidden, expected[-1:]])
-    assert np.abs(np.array(mx.concatenate(found, axis=1)[0]) - expected).max() < 1e-4
-    assert mx.array_equal(drafter.logits(target, found[0]), target.head(found[0])).item()
+    said, expected = text_and_drafts(target, drafter, partial(reference, w))
+    assert np.abs(np.array(said[0]) - expected).max() < 1e-4
+    assert mx.array_equal(drafter.logits(target, said), target.head(said)).item()
 
 
 def test_answers_are_the_targets_own(target, tmp_path):

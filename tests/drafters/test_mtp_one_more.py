@@ -1,12 +1,13 @@
-"""Heads that are one more layer of their targets (DeepSeek-V3, GLM-4.5, GLM-4.7-Flash): forwards against NumPy."""
+"""Heads that are one more layer of their targets (DeepSeek-V3 and V3.2, GLM-4.5 to GLM-5): forwards against NumPy."""
 
 import json
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from test_mtp import mlp, sigmoid
+from test_mtp import mlp, sigmoid, text_and_drafts
 from tiny import HIDDEN, LAYERS, VOCAB, plain_tokens, randomize
 
 from dflash_mlx.checks import check_pair
@@ -22,6 +23,7 @@ from dflash_mlx.targets.target import wrap_model
 
 HEADS, KV_HEADS, HEAD_DIM, EXPERTS, EXPERT, CHOSEN, SCALE, EPS, THETA, ROTATED = 4, 2, 8, 6, 16, 2, 1.5, 1e-6, 1e4, 4
 Q_RANK, KV_RANK, PLAIN, VALUE = 12, 10, 6, 5  # of DeepSeek's attention: its ranks, and the sizes of a head's parts
+INDEX_HEADS, INDEX_DIM, SEEN = 3, 6, 4  # of the choice of the positions that are seen, and how many these are
 SHARED = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -58,10 +60,27 @@ LATENT = {
     "v_head_dim": VALUE,
     "num_key_value_heads": HEADS,
 }
+SPARSE = {
+    **LATENT,
+    "index_head_dim": INDEX_DIM,
+    "index_n_heads": INDEX_HEADS,
+    "index_topk": SEEN,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "attention_bias": False,
+}
 CONFIGS = {
     "glm4_moe": {**SHARED, **GROUPED, "model_type": "glm4_moe"},
     "glm4_moe_lite": {**SHARED, **LATENT, "model_type": "glm4_moe_lite"},
     "deepseek_v3": {**SHARED, **LATENT, "model_type": "deepseek_v3"},
+    "deepseek_v32": {**SHARED, **SPARSE, "model_type": "deepseek_v32"},
+    "glm_moe_dsa": {
+        **SHARED,
+        **SPARSE,
+        "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
+        "model_type": "glm_moe_dsa",
+    },
 }
 
 
@@ -101,6 +120,14 @@ def head_of(target):
             "self_attn.kv_b_proj.weight": (HEADS * (PLAIN + VALUE), KV_RANK),
             "self_attn.o_proj.weight": (HIDDEN, HEADS * VALUE),
         }
+        if "index_topk" in target.config:
+            shapes |= {
+                "self_attn.indexer.wq_b.weight": (INDEX_HEADS * INDEX_DIM, Q_RANK),
+                "self_attn.indexer.wk.weight": (INDEX_DIM, HIDDEN),
+                "self_attn.indexer.k_norm.weight": (INDEX_DIM,),
+                "self_attn.indexer.k_norm.bias": (INDEX_DIM,),
+                "self_attn.indexer.weights_proj.weight": (INDEX_HEADS, HIDDEN),
+            }
     else:
         shapes |= {f"self_attn.{name}_norm.weight": (HEAD_DIM,) for name in ("q", "k")}
         shapes["self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
@@ -139,6 +166,33 @@ def turned(x, positions):
     return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1)
 
 
+def neighbours_turned(x):
+    """The same for neighbours in a head; what comes of it stands in halves."""
+    return turned(np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1), np.arange(len(x)))
+
+
+def seen(x, w, *, neighbours):
+    """DeepSeek-V3.2, section 2.1: which positions each one sees (L, L), those with the best scores of an index.
+
+    neighbours: these are turned against each other (GLM-5), and not halves (DeepSeek-V3.2).
+    """
+    w = {name.removeprefix("self_attn."): x for name, x in w.items()}
+    small = normed(x @ w["q_a_proj.weight"].T, w["q_a_layernorm.weight"])
+    q = (small @ w["indexer.wq_b.weight"].T).reshape(len(x), INDEX_HEADS, INDEX_DIM)
+    k = x @ w["indexer.wk.weight"].T
+    k = (k - k.mean(-1, keepdims=True)) / np.sqrt(k.var(-1, keepdims=True) + 1e-5)
+    k = (k * w["indexer.k_norm.weight"] + w["indexer.k_norm.bias"])[:, None]
+    turn = neighbours_turned if neighbours else lambda part: turned(part, np.arange(len(x)))
+    q, k = (np.concatenate([turn(part[..., :ROTATED]), part[..., ROTATED:]], axis=-1) for part in (q, k))
+    each = np.maximum(np.einsum("ihd,jd->ihj", q, k[:, 0]), 0)
+    scores = np.einsum("ihj,ih->ij", each, x @ w["indexer.weights_proj.weight"].T)
+    scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+    chosen = np.argsort(scores)[:, -SEEN:]
+    mask = np.zeros_like(scores, dtype=bool)
+    np.put_along_axis(mask, chosen, True, axis=-1)
+    return mask
+
+
 def grouped(x, w):
     """GLM-4.5's attention: queries, keys and values of all heads, (L, HEADS, ...), of which a part is turned."""
     length = len(x)
@@ -155,11 +209,6 @@ def grouped(x, w):
 
 def latent(x, w):
     """DeepSeek-V3's (section 2.1.1): the same from small vectors; neighbours are turned against each other."""
-
-    def rotated(part):
-        pairs = np.concatenate([part[..., ::2], part[..., 1::2]], axis=-1)
-        return turned(pairs, np.arange(len(x)))
-
     w = {name.removeprefix("self_attn."): x for name, x in w.items()}
     q = (normed(x @ w["q_a_proj.weight"].T, w["q_a_layernorm.weight"]) @ w["q_b_proj.weight"].T).reshape(
         len(x), HEADS, -1
@@ -167,8 +216,8 @@ def latent(x, w):
     small, turning = np.split(x @ w["kv_a_proj_with_mqa.weight"].T, [KV_RANK], axis=-1)
     both = (normed(small, w["kv_a_layernorm.weight"]) @ w["kv_b_proj.weight"].T).reshape(len(x), HEADS, -1)
     k, v = np.split(both, [PLAIN], axis=-1)
-    q = np.concatenate([q[..., :PLAIN], rotated(q[..., PLAIN:])], axis=-1)
-    k = np.concatenate([k, np.repeat(rotated(turning[:, None]), HEADS, axis=1)], axis=-1)
+    q = np.concatenate([q[..., :PLAIN], neighbours_turned(q[..., PLAIN:])], axis=-1)
+    k = np.concatenate([k, np.repeat(neighbours_turned(turning[:, None]), HEADS, axis=1)], axis=-1)
     return q, k, v
 
 
@@ -182,7 +231,7 @@ def experts(x, w):
     return out
 
 
-def reference(w, hidden, embedded):
+def reference(w, hidden, embedded, *, neighbours):
     """All entries at once: hidden states and embeddings, both (L, D) -> what is computed there (L, D)."""
     length = len(hidden)
     parts = [normed(embedded, w["enorm.weight"]), normed(hidden, w["hnorm.weight"])]
@@ -190,7 +239,10 @@ def reference(w, hidden, embedded):
     x = normed(h, w["input_layernorm.weight"])
     q, k, v = latent(x, w) if "self_attn.kv_b_proj.weight" in w else grouped(x, w)
     scores = np.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
-    scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+    mask = np.tri(length, dtype=bool)
+    if "self_attn.indexer.wk.weight" in w:
+        mask = mask & seen(x, w, neighbours=neighbours)
+    scores = np.where(mask, scores, -np.inf)
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     out = np.einsum("hij,jhd->ihd", shares / shares.sum(-1, keepdims=True), v)
     h = h + out.reshape(length, -1) @ w["self_attn.o_proj.weight"].T
@@ -201,17 +253,9 @@ def test_a_forward_equals_the_definition(target, tmp_path):
     """Of a text, and then of two drafts, which read what was computed before without the last norm."""
     w = head_of(target)
     drafter = load_mtp(write(tmp_path / "head", target, w), target, dtype=mx.float32)
-    tokens, caches = [5, 9, 2, 30, 7, 11], drafter.make_layer_caches()
-    features = target.forward_tapped(mx.array([tokens]), target.make_cache(), drafter.taps)[1]
-    found = [drafter.feed(target, mx.array([tokens[1:]]), features[:, :-1], caches)]
-    for draft in (3, 8):
-        found.append(drafter.feed(target, mx.array([[draft]]), found[-1][:, -1:], caches))
-
-    embedding, hidden = np.array(target.embed(mx.arange(VOCAB))), np.array(features[0, :-1])
-    for draft in (3, 8, 0):
-        expected = reference(w, hidden, embedding[tokens[1:]])
-        tokens, hidden = [*tokens, draft], np.concatenate([hidden, expected[-1:]])
-    said = mx.concatenate(found, axis=1)
+    # Before 0.32 mlx-lm turned neighbours for every family.
+    neighbours = getattr(target.model.args, "indexer_rope_interleave", True)
+    said, expected = text_and_drafts(target, drafter, partial(reference, w, neighbours=neighbours))
     assert np.abs(np.array(said[0]) - expected).max() < 1e-4
     logits = normed(expected, w["shared_head.norm.weight"]) @ np.array(target.model.lm_head.weight).T
     assert np.abs(np.array(drafter.logits(target, said)[0]) - logits).max() < 1e-3

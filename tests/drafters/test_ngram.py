@@ -120,7 +120,7 @@ def test_answers_are_those_of_plain_decoding(family, always):
     for seed in range(6):
         rng = random.Random(seed)
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 4, 12]))] * rng.choice([1, 3])
-        policy = FixedWidth(5, reads_confidence=seed % 2 == 0)
+        policy = FixedWidth(5, waits=seed % 2 == 0)
         assert drafted_tokens(target, NgramDrafter(5, always=always), prompt, 50, policy) == plain_tokens(
             target, prompt, 50
         )
@@ -138,7 +138,7 @@ def test_drafts_are_kept_where_an_answer_repeats_itself():
             Session(target, NgramDrafter(7)),
             [1, 2, 3],
             strategy=Greedy(),
-            policy=FixedWidth(7, reads_confidence=True),
+            policy=FixedWidth(7, waits=True),
             max_tokens=200,
             eos_ids=set(),
         )
@@ -161,7 +161,7 @@ def test_what_a_round_fed_fits_the_room_that_is_told(monkeypatch):
 
 def test_lanes_draft_from_their_own_texts():
     target, drafter = circling(), NgramDrafter(4)
-    running, found = Engine(target, drafter, policy=FixedGroup(4, reads_confidence=True)), {}
+    running, found = Engine(target, drafter, policy=FixedGroup(4, waits=True)), {}
     prompts = [[1, 2, 3, 4] * 3, [3], [0, 1, 2] * 4, [1, 0, 1, 0, 1, 0, 1]]
     for i, prompt in enumerate(prompts):
         session = Session(target, drafter)

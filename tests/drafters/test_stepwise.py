@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_map
 from test_batches import RandomGroup
 from test_lossless import RandomWidth
-from tiny import HIDDEN, VOCAB, ends_of_writes, plain_tokens, randomize, tiny_target
+from tiny import HIDDEN, VOCAB, ends_of_writes, plain_tokens, randomize, tiny_eagle3, tiny_target
 from tiny_families import family_target, unavailable
 
 from dflash_mlx.caches.replay import Replayed
@@ -23,10 +23,8 @@ from dflash_mlx.decoding.fork import can_cut, fork
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters import stepwise
-from dflash_mlx.drafters.config import Rope
 from dflash_mlx.drafters.contract import Drafted, Nobody
 from dflash_mlx.drafters.draft_model import DraftModel
-from dflash_mlx.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Network
 from dflash_mlx.drafters.mtp import MTPDrafter, MTPNetwork
 from dflash_mlx.drafters.stepwise import StepwiseState
 from dflash_mlx.policy.group import FixedGroup
@@ -47,21 +45,7 @@ def draft_model():
 
 
 def eagle3():
-    config = Eagle3Config(
-        hidden_size=HIDDEN,
-        target_hidden_size=HIDDEN,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB,
-        target_layer_ids=(1, 2, 0),
-        rope=Rope(10_000.0),
-        draft_token_ids=tuple(range(0, VOCAB, 2)),
-    )
-    network = Eagle3Network(config)
-    randomize(network, 6)
-    return tiny_target("llama"), Eagle3Drafter(config, network, places=PLACES)
+    return tiny_target("llama"), tiny_eagle3(6, places=PLACES, draft_token_ids=tuple(range(0, VOCAB, 2)))
 
 
 def mtp():
@@ -231,7 +215,7 @@ def test_drafts_are_those_of_a_drafter_that_reads_all_anew(target, drafter, seed
 
 
 def run(target, drafter, prompts, max_tokens, width):
-    """The steps of greedy answers made together, at one width."""
+    """The steps of greedy answers made together at one width, by their lanes."""
     engine, steps = Engine(target, drafter, policy=FixedGroup(width)), {}
     for prompt in prompts:
         session = Session(target, drafter)
@@ -243,7 +227,7 @@ def run(target, drafter, prompts, max_tokens, width):
     while engine.lanes:
         for lane, step in engine.advance():
             steps[lane].append(step)
-    return list(steps.values())
+    return steps
 
 
 def test_passes_are_replayed_where_the_targets_are(target, drafter, request):
@@ -252,14 +236,14 @@ def test_passes_are_replayed_where_the_targets_are(target, drafter, request):
     found = []
     for replays in (False, True):
         target.set_replays(replays)
-        found.append([[step.tokens for step in steps] for steps in run(target, drafter, prompts, 12, 2)])
+        found.append([[step.tokens for step in steps] for steps in run(target, drafter, prompts, 12, 2).values()])
         assert isinstance(target.drafting[id(drafter)].step, Replayed) == replays
     assert found[0] == found[1]
 
 
 def test_targets_that_do_not_take_rows(target, drafter, monkeypatch):
     monkeypatch.setattr(target, "_rows", False)
-    [steps] = run(target, drafter, [[3, 1, 4, 1]], 20, 3)
+    [steps] = run(target, drafter, [[3, 1, 4, 1]], 20, 3).values()
     assert [token for step in steps for token in step.tokens] == plain_tokens(target, [3, 1, 4, 1], 20)
 
 

@@ -9,13 +9,12 @@ import pytest
 import test_sampling
 from drafters.test_ngram import SimpleText, circling
 from test_sampling import VOCAB
-from test_stepwise import KINDS, anew
+from test_stepwise import KINDS, anew, run
 from tiny import HIDDEN, LAYERS, plain_tokens, randomize, tiny_drafter, tiny_target
 from tiny_families import unavailable
 
 from dflash_mlx.decoding.accept import Coupled, Greedy, Rejection
-from dflash_mlx.decoding.decode import decode, prefill
-from dflash_mlx.decoding.engine import Engine
+from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.contract import Drafted, Outlook, best_tokens
@@ -23,7 +22,6 @@ from dflash_mlx.drafters.medusa import MedusaDrafter, MedusaNetwork
 from dflash_mlx.drafters.ngram import NgramState
 from dflash_mlx.drafters.stepwise import StepwiseState
 from dflash_mlx.drafters.with_ngram import WithNgram, WithNgramState
-from dflash_mlx.policy.group import FixedGroup
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
 
@@ -148,18 +146,7 @@ def at_random(monkeypatch, seed):
 
 def answers_together(target, drafter, count, width, max_tokens):
     """Answers made together, and the steps of each that verified drafts; its tokens are checked."""
-    engine, steps = Engine(target, drafter, policy=FixedGroup(width)), {}
-    for i in range(count):
-        prompt = [3 + i, 1, 4, 1, 5]
-        session = Session(target, drafter)
-        prefill(session, prompt[:-1])
-        options = {"strategy": Greedy(), "policy": FixedWidth(width), "max_tokens": max_tokens, "eos_ids": set()}
-        lane = Lane(session=session, prompt=prompt, **options)
-        steps[lane] = []
-        engine.join(lane)
-    while engine.lanes:
-        for lane, step in engine.advance():
-            steps[lane].append(step)
+    steps = run(target, drafter, [[3 + i, 1, 4, 1, 5] for i in range(count)], max_tokens, width)
     for lane, own in steps.items():
         tokens = [token for step in own for token in step.tokens]
         assert tokens == plain_tokens(target, lane.prompt, max_tokens)

@@ -11,7 +11,7 @@ from dflash_mlx.hub.own_head import brings_head
 
 def folder_of(folder, kind, *files):
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": 2}))
     for number, names in enumerate(files):
         mx.save_safetensors(str(folder / f"{number}.safetensors"), dict.fromkeys(names, mx.zeros((1,))))
     return folder
@@ -24,6 +24,8 @@ def folder_of(folder, kind, *files):
         ("qwen3_5_moe", ["language_model.mtp.fc.weight"], True),
         ("qwen3_5", ["model.embed_tokens.weight"], False),
         ("qwen3_5", ["mtp.fc.weight", "mtp.layers.1.mlp.gate.weight"], False),
+        ("glm_moe_dsa", ["model.layers.2.eh_proj.weight"], True),
+        ("glm_moe_dsa", ["model.layers.1.mlp.gate.weight"], False),
         ("llama", ["mtp.fc.weight"], False),
     ],
 )

@@ -81,6 +81,12 @@ def test_a_target_holds_what_mlx_makes_of_its_weights(target: Path, tmp_path: Pa
     assert (folder / "tokenizer.json").is_file()
 
 
+def test_nothing_is_printed(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What mlx-lm prints would stand in the middle of the command's own lines."""
+    converted(target, tmp_path / "out", bits=4)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_expanding_gives_what_the_quantized_weights_mean(target: Path, tmp_path: Path) -> None:
     small = converted(target, tmp_path / "small", bits=4)
     wide = converted(small, tmp_path / "wide", dequantize=True)

@@ -4,16 +4,17 @@ The demo pair answers the built-in prompts plainly, greedily and by sampling und
 drafts all its places, and nothing of it is used: so a replay can begin a round anywhere. Takes some ten minutes.
 """
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 
 from dflash_mlx import SamplingParams, load_pair
 from dflash_mlx.bench.prompts import BenchPrompt, built_in
-from dflash_mlx.decoding.accept import choose_strategy
+from dflash_mlx.decoding.accept import choose_strategy, for_trees
 from dflash_mlx.decoding.decode import decode
-from dflash_mlx.decoding.tree import BRANCHES, Candidates, DraftTree
+from dflash_mlx.decoding.tree import BRANCHES, rank
+from dflash_mlx.drafters.contract import Nobody
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.policy.width import FixedWidth
 
@@ -24,25 +25,6 @@ STEPS = 16
 NONE = 255
 
 
-@dataclass
-class Recorder(FixedWidth):
-    """Drafts for every round, notes the candidates and uses none."""
-
-    reads_confidence: bool = True
-    seen: list[Candidates] = field(default_factory=list)
-
-    @property
-    def branches(self) -> bool:
-        return True
-
-    def next_width(self) -> int:
-        return self.width
-
-    def choose(self, candidates: Candidates) -> DraftTree:
-        self.seen.append(candidates)
-        return DraftTree.of([], candidates)
-
-
 def record(pair: ModelPair, prompt: BenchPrompt, temperature: float) -> dict[str, np.ndarray]:
     """The rounds that could begin after each token of an answer but the first and the last.
 
@@ -51,19 +33,30 @@ def record(pair: ModelPair, prompt: BenchPrompt, temperature: float) -> dict[str
     """
     ids = pair.encode_chat([{"role": "user", "content": prompt.text}])
     assert pair.drafter is not None
-    recorder = Recorder(pair.drafter.places)
-    strategy = choose_strategy(SamplingParams(temperature=temperature, seed=1))
-    steps = decode(
-        pair.new_session(), ids, strategy=strategy, policy=recorder, max_tokens=TOKENS + recorder.width, eos_ids=set()
-    )
+    target, drafter, places = pair.target, pair.drafter, pair.drafter.places
+    strategy = for_trees(choose_strategy(SamplingParams(temperature=temperature, seed=1)))
+    session, policy = pair.new_session(draft=False), FixedWidth(0)
+    steps = decode(session, ids, strategy=strategy, policy=policy, max_tokens=TOKENS + places, eos_ids=set())
     answer = [token for step in steps for token in step.tokens]
-    # The first token comes from a plain round, and drafts that reach beyond the end have fewer places.
-    rounds = [found for found in recorder.seen if found.depth == recorder.width]
-    log_probs = np.stack([found.log_probs for found in rounds])
-    ranks = np.full(log_probs.shape[:2], NONE, dtype=np.uint8)
-    for at, found in enumerate(rounds):
-        for place, candidates in enumerate(found.token_ids):
-            [same] = np.nonzero(candidates == answer[1 + at + place]) if 1 + at + place < len(answer) else ([],)
+    text = mx.array([[*ids, *answer]])
+    _, features = target.forward_tapped(text, target.make_cache(), drafter.taps)
+    room = text.size + places + 1
+    state = drafter.blank(target, 1, room)
+    known, rounds = 0, TOKENS - 1
+    log_probs = np.zeros((rounds, places, BRANCHES), dtype=np.float32)
+    ranks = np.full((rounds, places), NONE, dtype=np.uint8)
+    for at in range(rounds):
+        here = len(ids) + at
+        state.extend(text[:, known:here], features[:, known:here], mx.array([known]), room=room, all_kept=True)
+        known, position = here, mx.array([here])
+        drafted = state.propose([Nobody()], text[:, here], position, places, room=room)
+        assert drafted.logits is not None
+        vocabulary = state.vocabulary
+        preferences = strategy.preferences(drafted.logits[0], position[0] + 1, vocabulary)
+        found = rank(preferences, BRANCHES, vocabulary.token_ids if vocabulary else None)
+        log_probs[at] = np.array(found.log_probs)
+        for place, candidates in enumerate(np.array(found.token_ids)):
+            [same] = np.nonzero(candidates == answer[1 + at + place])
             if len(same):
                 ranks[at, place] = same[0]
     return {

@@ -61,14 +61,14 @@ def test_every_kind_of_round_is_timed(trees, monkeypatch):
 
 def test_rounds_are_timed_the_way_they_will_run(machine):
     """Chains wait for their drafts where width costs much, and there trees take their place."""
-    flat = machine(lambda policy: 5.0 + 0.5 * policy.reads_confidence + policy.branches if policy.width else 3.0)
+    flat = machine(lambda policy: 5.0 + 0.5 * policy.waits + policy.branches if policy.width else 3.0)
     assert not flat.chains.steep
     assert {flat.chains.round(width) for width in WIDTHS - {0}} == {5.0}
-    assert {flat.trees.round(width) for width in (1, 3, 7, 15, 31)} == {6.5}
+    assert {flat.trees.round(width) for width in (1, 3, 7, 15, 31)} == {6.0}
     assert flat.chains.plain == flat.trees.plain == 3.0
 
     def steep(policy):
-        return 5.0 + policy.width + 0.5 * policy.reads_confidence if policy.width else 3.0
+        return 5.0 + policy.width + 0.5 * policy.waits if policy.width else 3.0
 
     chains = machine(steep, trees=False)
     assert chains.chains.steep

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from dflash_mlx.decoding.policies import RoundReport
-from dflash_mlx.decoding.tree import Candidates
+from dflash_mlx.decoding.policies import Choice, RoundReport
 from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth, interpolate, rising
 
 PLACES = 15
@@ -40,14 +39,9 @@ TEXTS = {
 }
 
 
-def candidates(chances):
-    """One a place, by a drafter that is right about its chances (lanes, places)."""
-    return [Candidates(np.arange(len(c))[:, None], np.log(c)[:, None].astype(np.float32)) for c in chances]
-
-
 def width_by(policy, chances):
     """What a policy chooses for lanes whose drafts have these chances (lanes, places)."""
-    return policy.choose(candidates(chances), rows=len(chances))
+    return policy.choose(chances, rows=len(chances))
 
 
 def run(policy, costs, text, lanes, rounds, *, seed=0):
@@ -60,14 +54,13 @@ def run(policy, costs, text, lanes, rounds, *, seed=0):
     fixed = np.zeros(PLACES + 1)
     for i in range(rounds):
         chances = np.clip(text(rng, lanes), 1e-3, 0.999)
-        drafted = width = policy.next_width(lanes)
-        if drafted and policy.reads_confidence:
+        choice = policy.next_round(lanes)
+        drafted = width = choice.places
+        if choice.waits:
             width = width_by(policy, chances[:, :drafted])
         kept = [int((rng.random(PLACES) < own).cumprod()[:width].sum()) for own in chances]
         took = costs.round(lanes, width, drafted=drafted)
-        policy.observe(
-            RoundReport(lanes, drafted, width, [(lane, n, range(n + 1)) for lane, n in enumerate(kept)], took)
-        )
+        policy.observe(RoundReport(lanes, drafted, width, list(enumerate(kept)), took))
         expected = 1 + np.concatenate([[0.0], np.cumprod(chances, axis=1).mean(axis=0).cumsum()])
         fixed += expected / rounds
         if i >= rounds // 2:
@@ -123,17 +116,17 @@ def test_lanes_rest_where_rounds_gain_less_than_plain_ones(verify, draft, pauses
     costs = GroupCosts({8: 1.0}, {16: verify, 128: 3 * verify}, {16: 0.01, 128: draft})
     policy = GroupWidth(costs, PLACES)
     for _ in range(40):
-        policy.observe(RoundReport(8, PLACES, 1, [(lane, lane % 2, range(1 + lane % 2)) for lane in range(8)], None))
+        policy.observe(RoundReport(8, PLACES, 1, [(lane, lane % 2) for lane in range(8)], None))
     assert (policy.pauses.resting > 0) == pauses
-    assert (policy.next_width(8) == 0) == pauses
+    assert (policy.next_round(8).places == 0) == pauses
 
 
 def test_good_drafts_of_a_machine_with_power_to_spare_are_wide():
     costs = flat()
     policy = GroupWidth(costs, PLACES)
-    assert not policy.reads_confidence
+    assert not policy.next_round(4).waits
     run(policy, costs, sure(0.95), 4, 100)
-    assert policy.next_width(4) >= 12
+    assert policy.next_round(4).width >= 12
 
 
 def test_drafts_that_do_not_pay_are_not_verified_and_then_not_made():
@@ -141,13 +134,14 @@ def test_drafts_that_do_not_pay_are_not_verified_and_then_not_made():
     policy = GroupWidth(costs, PLACES)
     rested = 0
     for _ in range(300):
-        drafted = policy.next_width(4)
+        choice = policy.next_round(4)
+        drafted = choice.places
         rested += drafted == 0
-        assert policy.reads_confidence
+        assert choice.waits == (drafted > 0)
         width = width_by(policy, np.full((4, drafted), 0.5)) if drafted else 0
         assert width == 0
         took = costs.round(4, 0, drafted=drafted)
-        policy.observe(RoundReport(4, drafted, 0, [(lane, 0, [0]) for lane in range(4)], took))
+        policy.observe(RoundReport(4, drafted, 0, [(lane, 0) for lane in range(4)], took))
     assert rested > 250
 
 
@@ -167,7 +161,7 @@ def rounds_drafted(policy, lanes, chances):
     """Which of the rounds are drafted, 1 or 0 for each, when the drafts of each have such a chance."""
     drafted = []
     for chance in chances:
-        places = policy.next_width(lanes)
+        places = policy.next_round(lanes).places
         drafted.append(min(places, 1))
         if places:
             width_by(policy, np.full((lanes, places), chance))
@@ -211,7 +205,7 @@ def test_another_width_has_to_promise_a_tenth_more():
     chosen = []
     for tokens in ({3: 2.0}, {3: 2.0, 7: 2.19}, {3: 2.0, 7: 2.21}, {3: 2.42, 7: 2.21}, {3: 2.44, 7: 2.21}):
         policy.estimate = Expects(tokens)
-        chosen.append(policy.next_width(8))
+        chosen.append(policy.next_round(8).width)
     assert chosen == [3, 3, 7, 7, 3]
 
 
@@ -220,9 +214,9 @@ def test_lanes_rest_where_the_best_width_brings_no_more_than_plain_rounds():
     policy = GroupWidth(costs_by_width({1: 3.0, 15: 3.0}), PLACES)
     policy.estimate = Expects({1: 1.64, 3: 1.6})
     rests = [16, 32]
-    assert [policy.next_width(8) for _ in range(56)] == [width for n in rests for width in [1] * 4 + [0] * n]
+    assert [policy.next_round(8).places for _ in range(56)] == [width for n in rests for width in [1] * 4 + [0] * n]
     policy.estimate = Expects({1: 1.66})
-    assert [policy.next_width(8) for _ in range(30)] == [1] * 30
+    assert [policy.next_round(8).places for _ in range(30)] == [1] * 30
 
 
 def test_what_plain_rounds_take_is_looked_at_again():
@@ -230,7 +224,7 @@ def test_what_plain_rounds_take_is_looked_at_again():
     policy = GroupWidth(costs_by_width({1: 3.0, 15: 3.0}), PLACES)
     policy.estimate = Expects({3: 3.0})
     expected = [3] * 32 + [0] * 8 + [3] * 128 + [0] * 8 + [3] * 512 + [0] * 8 + [3]
-    assert [policy.next_width(8) for _ in range(len(expected))] == expected
+    assert [policy.next_round(8).places for _ in range(len(expected))] == expected
 
 
 def test_costs_that_were_measured_wrong_are_found_out():
@@ -238,7 +232,7 @@ def test_costs_that_were_measured_wrong_are_found_out():
     wrong = GroupCosts({8: 1.4}, {16: 1.5, 128: 1.5}, {16: 0.04, 128: 0.04})
     truth = GroupCosts({8: 1.0}, {16: 2.4, 128: 2.4}, {16: 0.1, 128: 0.1})
     policy = GroupWidth(wrong, PLACES)
-    assert not policy.reads_confidence
+    assert not policy.next_round(8).waits
     assert run(policy, truth, sure(0.55), 8, 2000) > 0.97
 
 
@@ -251,8 +245,7 @@ def test_where_wider_rounds_cost_the_same_and_drafting_costs_more_than_it_brings
     """Every drafted round costs what 2.5 plain ones do, and brings 1.4 tokens."""
     costs = GroupCosts(dict.fromkeys((2, 64), 1.0), dict.fromkeys((4, 1024), 2.0), dict.fromkeys((4, 1024), 0.5))
     policy = GroupWidth(costs, PLACES)
-    policy.next_width(16)
-    assert not policy.reads_confidence
+    assert not policy.next_round(16).waits
     assert run(policy, costs, sure(0.3), 16, 1000) > 0.97
     assert run(policy, costs, sure(0.9), 16, 1000) > 0.9
 
@@ -261,7 +254,6 @@ def test_more_lanes_leave_less_room_for_drafts():
     chosen = []
     for lanes in (2, 8, 32, 128):
         policy = GroupWidth(bound_by_memory(), PLACES)
-        policy.next_width(lanes)
         chosen.append(width_by(policy, np.full((lanes, PLACES), 0.8)))
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[0] > 5 > 2 >= chosen[-1]
@@ -269,42 +261,37 @@ def test_more_lanes_leave_less_room_for_drafts():
 
 def test_rows_without_a_lane_cost_and_bring_nothing():
     policy = GroupWidth(bound_by_memory(), PLACES)
-    policy.next_width(32)
-    few = candidates(np.full((8, PLACES), 0.8))
+    few = np.full((8, PLACES), 0.8)
     assert policy.choose(few, rows=8) > policy.choose(few, rows=32)
 
 
 def test_it_reads_confidence_where_a_wide_round_costs_more():
     policy = GroupWidth(bound_by_memory(), PLACES)
-    policy.next_width(2)
-    assert not policy.reads_confidence
-    policy.next_width(32)
-    assert policy.reads_confidence
+    assert not policy.next_round(2).waits
+    assert policy.next_round(32).waits
 
 
 def test_overconfident_drafters_are_corrected():
     """Promises of 0.9 that hold one time in four: after a while they are not believed."""
     policy = GroupWidth(bound_by_memory(), PLACES)
-    policy.next_width(8)
-    promises = candidates(np.full((8, PLACES), 0.9))
+    promises = np.full((8, PLACES), 0.9)
     before = policy.choose(promises, rows=8)
     for _ in range(60):
         width = policy.choose(promises, rows=8)
-        kept = [(lane, min(width, lane % 4 == 0), [0]) for lane in range(8)]
+        kept = [(lane, min(width, lane % 4 == 0)) for lane in range(8)]
         policy.observe(RoundReport(8, PLACES, width, kept, None))
     assert policy.choose(promises, rows=8) < before / 2
 
 
 def test_a_round_whose_lanes_have_all_left_teaches_nothing():
     policy = GroupWidth(flat(), PLACES)
-    before = policy.next_width(4)
-    policy.observe(RoundReport(4, before, before, [], 1.0))
-    assert policy.next_width(4) == before
+    before = policy.next_round(4)
+    policy.observe(RoundReport(4, before.places, before.places, [], 1.0))
+    assert policy.next_round(4) == before
 
 
 def test_a_fixed_group_is_always_as_wide():
     policy = FixedGroup(3)
-    assert not policy.reads_confidence
-    assert [policy.next_width(lanes) for lanes in (2, 9)] == [3, 3]
+    assert [policy.next_round(lanes) for lanes in (2, 9)] == [Choice(3, width=3)] * 2
     # Also where one lane is left in two rows.
     assert [width_by(policy, np.full((lanes, 3), 0.01)) for lanes in (2, 1)] == [3, 3]

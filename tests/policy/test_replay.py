@@ -13,9 +13,9 @@ from functools import cache
 import numpy as np
 import pytest
 from policy.record_traces import NONE, STEPS, TRACES
+from policy.simulated import drafts_of, observed, plain
 
 from dflash_mlx.decoding.policies import WidthPolicy
-from dflash_mlx.decoding.tree import Candidates, DraftTree
 from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, choose_policy
 from dflash_mlx.policy.width import FixedWidth, RoundCosts
 
@@ -32,25 +32,14 @@ class Trace:
     log_probs: np.ndarray
     ranks: np.ndarray
 
-    def candidates(self, at: int, places: int) -> Candidates:
-        """A candidate's number at its place stands for its token."""
-        log_probs = self.log_probs[at, :places].astype(np.float32) / -STEPS
-        return Candidates(np.tile(np.arange(log_probs.shape[1]), (places, 1)), log_probs)
+    def probabilities(self, at: int) -> np.ndarray:
+        """Of each place's candidates, whose numbers stand for their tokens."""
+        return np.exp(self.log_probs[at].astype(np.float64) / -STEPS)
 
-    def walk(self, at: int, tree: DraftTree) -> list[int]:
-        """The rows of a tree that the text goes through."""
-        path = [0]
-        for token in self.ranks[at].tolist():
-            found = [row for row, p in enumerate(tree.parents, 1) if p == path[-1] and tree.tokens[row - 1] == token]
-            if token == NONE or not found:
-                break
-            path += found
-        return path
-
-    def chain(self, at: int, width: int) -> list[int]:
-        """The same for a chain of the best guesses."""
-        wrong = np.nonzero(self.ranks[at, :width])[0]
-        return list(range(1 + (int(wrong[0]) if len(wrong) else width)))
+    def text(self, at: int) -> list[int]:
+        """How the text goes on, as far as the candidates know it."""
+        tokens = self.ranks[at].tolist()
+        return tokens[: tokens.index(NONE)] if NONE in tokens else tokens
 
 
 @cache
@@ -111,22 +100,22 @@ FIXED_TREES = [FixedWidth(size, places=PLACES) for size in (15, 31, 63)]  # wher
 def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, seconds_of: Callable[[float], float]) -> float:
     """Answer by the policy, in the order in which the decode loop asks it; tokens a second."""
     at, end, spent = 0, len(trace.ranks), 0.0
-    places, grows = policy.next_width(), policy.reads_confidence
+    following = policy.next_round(may_branch=costs.trees is not None)
     while at < end:
-        drafted, grown = places, grows
-        path, width, kind = [0], drafted, costs.chains
-        if drafted and grown:
-            kind = costs.trees if costs.trees is not None and policy.branches else costs.chains
-            drafted = min(drafted, PLACES)
-            tree = policy.choose(trace.candidates(at, drafted))
-            path, width = trace.walk(at, tree), tree.size
-        elif drafted:
-            path = trace.chain(at, drafted)
-        took = seconds_of(kind.round(width, drafted=drafted))
+        choice, gained = following, 1
+        if choice.places:
+            tree, forecast = drafts_of(policy, choice, trace.probabilities(at))
+            path = tree.walk(trace.text(at))
+            kind = costs.trees if costs.trees is not None and choice.tree else costs.chains
+            took, gained = seconds_of(kind.round(tree.size, drafted=choice.places)), len(path)
+            seen = observed(choice, tree, forecast, path, took)
+        else:
+            took = seconds_of(costs.chains.plain)
+            seen = plain(took)
         # The next draft is launched before the outcome of this round is known.
-        places, grows = policy.next_width(), policy.reads_confidence
-        policy.observe(drafted=drafted, width=width, num_accepted=len(path) - 1, path=path, seconds=took)
-        at, spent = at + len(path), spent + took
+        following = policy.next_round(may_branch=costs.trees is not None)
+        policy.observe(seen)
+        at, spent = at + gained, spent + took
     return at / spent
 
 

@@ -4,10 +4,10 @@ from itertools import cycle
 
 import numpy as np
 import pytest
+from policy.simulated import drafts_of, observed, plain
 
-from dflash_mlx.decoding.tree import Candidates
-from dflash_mlx.policy.confidence import ConfidentWidth
-from dflash_mlx.policy.trees_or_chains import Experience, TreesOrChains
+from dflash_mlx.policy.confidence import Confidence
+from dflash_mlx.policy.trees_or_chains import Experience, SteadyTree, TreesOrChains
 from dflash_mlx.policy.width import RoundCosts, SteadyWidth
 
 PLACES = 15
@@ -23,38 +23,26 @@ def costs_of(trees_take):
     return RoundCosts(dict(CHAINS), drafts, steep=False), RoundCosts(trees, dict(drafts), steep=False, places=PLACES)
 
 
-def run(policy, text, rounds, rng, trees_take, keeps=None):
+def run(policy, text, rounds, rng, trees_take, keeps=None, *, may_branch=True):
     """Decode a text by the policy; its tokens a second, and the share of rounds that were trees.
 
     The text is what the drafter says of it or, with `keeps`, so many first guesses a round and then nothing it knows.
     """
-    candidates = Candidates(
-        np.tile(np.arange(len(text)), (PLACES, 1)), np.log(np.tile(np.array(text, dtype=np.float32), (PLACES, 1)))
-    )
     limits = np.cumsum(text)
     tokens = seconds = trees = 0.0
     for _ in range(rounds):
-        drafted = policy.next_width()
+        choice = policy.next_round(may_branch=may_branch)
         if keeps is None:
             drawn = np.searchsorted(limits, rng.random(PLACES)).tolist()
         else:
             right = next(keeps)
             drawn = [0] * right + [len(text)] * (PLACES - right)
-        path, width, took = [0], drafted, PLAIN if drafted == 0 else CHAINS[PLACES]
-        if drafted and policy.reads_confidence:
-            tree = policy.choose(candidates.shortened(drafted))
-            # A tree may be empty; then a draft was made for nothing.
-            width, took = tree.size, trees_take if tree.size else PLAIN + 1.0
-            trees += 1
-            for token in drawn:
-                row = [i for i, p in enumerate(tree.parents, 1) if p == path[-1] and tree.tokens[i - 1] == token]
-                if not row:
-                    break
-                path += row
-        else:
-            while len(path) <= width and drawn[len(path) - 1] == 0:
-                path.append(len(path))
-        policy.observe(drafted=drafted, width=width, num_accepted=len(path) - 1, path=path, seconds=took)
+        path, took = [0], PLAIN
+        if choice.places:
+            drafts, forecast = drafts_of(policy, choice, np.tile(text, (PLACES, 1)))
+            path, took = drafts.walk(drawn), trees_take if choice.tree else CHAINS[PLACES]
+            trees += choice.tree > 0
+        policy.observe(observed(choice, drafts, forecast, path, took) if choice.places else plain(took))
         tokens, seconds = tokens + len(path), seconds + took
     return tokens / seconds, trees / rounds
 
@@ -71,7 +59,7 @@ def test_the_faster_kind_is_found(text, trees_take, trees_win, start):
     assert share > 0.75 if trees_win else share < 0.25
     chains, trees = costs_of(trees_take)
     fixed = {}
-    for kind, only in ((False, ConfidentWidth(trees, PLACES)), (True, SteadyWidth(chains, PLACES))):
+    for kind, only in ((False, SteadyTree(trees, PLACES, Confidence())), (True, SteadyWidth(chains, PLACES))):
         fixed[kind], _ = run(only, text, 600, rng, trees_take)
     assert (fixed[False] > fixed[True]) == trees_win
     assert speed > 0.93 * max(fixed.values())
@@ -93,10 +81,10 @@ def test_trees_are_judged_by_what_they_gain_and_not_by_their_promise(start):
 def test_the_next_answer_begins_with_what_this_one_found():
     experience = Experience()
     first = TreesOrChains(*costs_of(6.4), PLACES, experience)
-    assert first.reads_confidence
+    assert first.next_round(may_branch=True).tree
     run(first, SURE, 60, np.random.default_rng(0), 6.4)
     assert experience.chains
-    assert not TreesOrChains(*costs_of(6.4), PLACES, experience).reads_confidence
+    assert not TreesOrChains(*costs_of(6.4), PLACES, experience).next_round(may_branch=True).tree
 
 
 def test_short_answers_look_at_trees_now_and_then():
@@ -116,7 +104,7 @@ def test_a_change_of_text_is_noticed(seed):
     policy = TreesOrChains(*costs_of(6.4), PLACES, Experience())
     rng = np.random.default_rng(seed)
     run(policy, SURE, 50, rng, 6.4)
-    assert not policy.reads_confidence
+    assert not policy.next_round(may_branch=True).tree
     run(policy, UNSURE, 200, rng, 6.4)
     _, share = run(policy, UNSURE, 200, rng, 6.4)
     assert share > 0.7
@@ -133,11 +121,13 @@ def test_where_chains_do_not_pay_trees_are_tried():
 
 
 def test_answers_that_cannot_branch_say_nothing_about_trees():
-    """With one candidate a place a tree is a chain that waits for its draft."""
+    """Their chains do not wait, and the next answer looks at trees at once."""
     experience = Experience()
     policy = TreesOrChains(*costs_of(6.4), PLACES, experience)
-    run(policy, SURE[:1], 100, np.random.default_rng(0), 6.4)
+    _, share = run(policy, SURE, 100, np.random.default_rng(0), 6.4, may_branch=False)
+    assert share == 0
     assert experience.chains is False
+    assert TreesOrChains(*costs_of(6.4), PLACES, experience).next_round(may_branch=True).tree
 
 
 @pytest.mark.parametrize("chains", [True, False])

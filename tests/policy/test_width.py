@@ -1,14 +1,16 @@
 """Width policies against closed forms and simulated machines."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from policy.simulated import drafts_of, observed, plain
 
-from dflash_mlx.decoding.tree import Candidates
+from dflash_mlx.decoding.policies import Choice, Forecast, Observation
 from dflash_mlx.policy.confidence import Confidence, ConfidentWidth
 from dflash_mlx.policy.pauses import Pauses
-from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, TreesOrChains, choose_policy
+from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, SteadyTree, TreesOrChains, choose_policy
 from dflash_mlx.policy.width import (
     AcceptanceEstimate,
     FixedWidth,
@@ -31,10 +33,10 @@ def policy_for(costs):
     return choose_policy(PairCosts(copy(costs)), 15)
 
 
-def chain(chances):
-    """Candidates, one a place, that are kept with these chances."""
-    with np.errstate(divide="ignore"):
-        return Candidates(np.arange(len(chances))[:, None], np.log(np.array(chances, dtype=np.float32))[:, None])
+def chosen(policy, chances):
+    """How many drafts of a chain a policy verifies that are kept with these chances."""
+    scale = policy.next_round(may_branch=False).scale
+    return policy.choose(Forecast.of_chain(np.array(chances), scale))
 
 
 def simulate(policy, costs, chance, rounds, seed=0):
@@ -42,14 +44,15 @@ def simulate(policy, costs, chance, rounds, seed=0):
     rng = random.Random(seed)
     tokens = seconds = 0.0
     for _ in range(rounds):
-        drafted = policy.next_width()
-        width = policy.choose(chain([chance] * drafted)).size if policy.reads_confidence and drafted else drafted
-        accepted = 0
-        while accepted < width and rng.random() < chance:
-            accepted += 1
-        took = costs.round(width, drafted=drafted)
-        path = range(accepted + 1)
-        policy.observe(drafted=drafted, width=width, num_accepted=accepted, path=path, seconds=took)
+        choice, accepted, width = policy.next_round(may_branch=False), 0, 0
+        if choice.places:
+            chain, forecast = drafts_of(policy, choice, np.full((15, 1), chance))
+            width = chain.size
+            while accepted < width and rng.random() < chance:
+                accepted += 1
+        took = costs.round(width, drafted=choice.places)
+        seen = observed(choice, chain, forecast, range(accepted + 1), took) if choice.places else plain(took)
+        policy.observe(seen)
         tokens, seconds = tokens + accepted + 1, seconds + took
     return tokens / seconds
 
@@ -109,12 +112,9 @@ def widths_of(policy, costs, keeps, rounds):
     """The widths of an answer in which the target keeps the first `keeps` drafts of every round."""
     widths = []
     for _ in range(rounds):
-        widths.append(policy.next_width())
-        accepted = min(keeps, widths[-1])
+        widths.append(policy.next_round(may_branch=False).places)
         took = costs.round(widths[-1])
-        policy.observe(
-            drafted=widths[-1], width=widths[-1], num_accepted=accepted, path=range(accepted + 1), seconds=took
-        )
+        policy.observe(Observation(widths[-1], widths[-1], min(keeps, widths[-1]), seconds=took))
     return widths
 
 
@@ -135,7 +135,7 @@ def test_an_earlier_answer_is_a_hint_and_no_more(before):
 def test_the_policy_suits_the_machine():
     assert isinstance(policy_for(FLAT), SteadyWidth)
     assert isinstance(policy_for(STEEP), ConfidentWidth)
-    assert not FixedWidth(3).reads_confidence
+    assert FixedWidth(3).next_round(may_branch=True) == Choice(3, width=3)
     trees = choose_policy(PairCosts(copy(STEEP), copy(TREES)), 15)
     assert isinstance(trees, ConfidentWidth)
     assert trees.branches
@@ -155,46 +155,56 @@ def test_where_width_costs_little_a_few_widths_serve(keeps):
 
 def test_trees_have_few_sizes_where_width_costs_little():
     costs = RoundCosts({0: 1.0, 7: 1.1, 15: 1.2, 31: 1.4}, {1: 0.1, 15: 0.1}, steep=False, places=15)
-    policy, sizes = ConfidentWidth(costs, 15), set()
+    policy, sizes = SteadyTree(costs, 15, Confidence()), set()
     for best in (0.01, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9):
         ranked = np.tile([best, (1 - best) / 4, (1 - best) / 8], (15, 1))
-        assert policy.next_width() == 15
-        sizes.add(policy.choose(Candidates(np.tile(np.arange(3), (15, 1)), np.log(ranked))).size)
-    assert sizes <= {0, 7, 15, 31}
-    assert len(sizes) > 2
+        for _ in range(60):
+            choice = policy.next_round(may_branch=True)
+            assert choice.width is not None
+            tree, forecast = drafts_of(policy, replace(choice, places=15), ranked)
+            sizes.add(tree.size)
+            policy.observe(observed(choice, tree, forecast, tree.walk([0] * 15), None))
+    assert sizes <= {7, 15, 31}
+    assert len(sizes) > 1
 
 
-def test_a_steady_width_takes_the_first_drafts():
-    policy = SteadyWidth(copy(FLAT), 15)
-    candidates = Candidates(np.arange(30).reshape(15, 2), np.log(np.array([[0.9, 0.1]] * 15)))
-    tree = policy.choose(candidates)
-    assert tree.tokens.tolist() == list(range(0, 2 * policy.width, 2))
-    assert tree.parents == tuple(range(policy.width))
-
-
-def test_a_choice_says_how_many_tokens_it_promises():
-    """The target's own, the first draft, and the second if the first is kept."""
-    policy = ConfidentWidth(RoundCosts({0: 1.0, 1: 1.0, 15: 1.0}, {1: 0.1, 15: 0.1}, steep=True), 15)
-    assert policy.choose(chain([0.9, 0.5])).size == 2
-    assert policy.expected == pytest.approx(1 + 0.9 + 0.9 * 0.5)
+@pytest.mark.parametrize(("second", "best"), [(0.001, 7), (0.3, 31)])
+def test_a_steady_tree_has_the_size_that_promises_most(second, best):
+    """A drafter without alternatives gains nothing from more than a chain's drafts, one in doubt does. The next answer
+    begins with that size."""
+    costs = RoundCosts({0: 1.0, 7: 1.1, 15: 1.2, 31: 1.4}, {1: 0.1, 7: 0.1}, steep=False, places=7)
+    confidence, candidates = Confidence(), np.tile([0.6, second, second / 2], (7, 1))
+    policy = SteadyTree(costs, 7, confidence)
+    for _ in range(100):
+        choice = policy.next_round(may_branch=True)
+        tree, forecast = drafts_of(policy, choice, candidates)
+        # As many are kept as were promised.
+        path = [0, 1] if len(tree.parents) else [0]
+        policy.observe(replace(observed(choice, tree, forecast, path, None), promised=1.0))
+    speeds = {
+        size: (1 + drafts_of(policy, choice, candidates)[1].chances[:size].sum()) / costs.round(size)
+        for size in (7, 15, 31)
+    }
+    assert max(speeds, key=lambda size: speeds[size]) == best
+    assert policy.size == SteadyTree(costs, 7, confidence).size == best
 
 
 def test_drafts_that_were_not_verified_are_no_change_of_the_machine():
     policy = ConfidentWidth(copy(STEEP), 15)
     for _ in range(50):
         took = STEEP.round(1, drafted=15)
-        policy.observe(drafted=15, width=1, num_accepted=1, path=[0, 1], seconds=took)
+        policy.observe(Observation(15, 1, 1, promised=1.0, seconds=took))
     assert policy.costs.round(7) == pytest.approx(STEEP.round(7))
 
 
 def test_a_fixed_tree_is_the_likeliest_of_its_size():
     policy = FixedWidth(3, places=2)
-    candidates = Candidates(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.5, 0.4], [0.9, 0.1]], dtype=np.float32)))
-    tree = policy.choose(candidates)
+    choice = policy.next_round(may_branch=True)
+    assert choice == Choice(2, tree=3, width=3)
+    tree, _ = drafts_of(policy, choice, np.array([[0.5, 0.4], [0.9, 0.1]]))
     # 0.5, 0.45 after it, and 0.4: more than anything else after them.
-    assert tree.tokens.tolist() == [1, 3, 2]
-    assert tree.parents == (0, 1, 0)
-    assert policy.next_width() == 2
+    assert (tree.tokens, tree.parents) == ([0, 0, 1], [0, 1, 0])
+    assert policy.next_round(may_branch=False) == Choice(2, width=3)
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.7, 0.85, 0.95])
@@ -212,8 +222,8 @@ def test_hopeless_drafts_cost_little(costs, chance):
     notices = []
     observe = policy.observe
 
-    def watched(**what):
-        observe(**what)
+    def watched(round):
+        observe(round)
         notices.append(policy.take_notice())
 
     policy.observe = watched
@@ -224,39 +234,32 @@ def test_hopeless_drafts_cost_little(costs, chance):
 def test_confidence_chooses_width_by_the_round():
     policy = ConfidentWidth(copy(STEEP), 15)
     sure, unsure = [0.99] * 15, [0.05] * 15
-    assert policy.choose(chain(sure)).size == 15
-    assert policy.choose(chain(unsure)).size == 0
-    assert policy.choose(chain([0.95, 0.95, 0.1] + [0.9] * 12)).size == 2
+    assert chosen(policy, sure) == 15
+    assert chosen(policy, unsure) == 0
+    assert chosen(policy, [0.95, 0.95, 0.1] + [0.9] * 12) == 2
 
 
 def test_overconfident_drafters_are_corrected():
     """Promises of 0.9 that hold one time in four: after a while they are not believed."""
     policy = ConfidentWidth(copy(STEEP), 15)
-    promises = chain([0.9] * 15)
-    before = policy.choose(promises).size
+    promises = [0.9] * 15
+    before = chosen(policy, promises)
     for i in range(60):
-        width = policy.choose(promises).size
+        width = chosen(policy, promises)
         accepted = 1 if i % 4 == 0 and width else 0
-        policy.observe(drafted=15, width=width, num_accepted=accepted, path=range(accepted + 1), seconds=None)
-    assert policy.choose(promises).size < before / 2
+        policy.observe(Observation(15, width, accepted, promised=0.9 * min(accepted + 1, width)))
+    assert chosen(policy, promises) < before / 2
 
 
 def text_of(rng, places, alternatives):
     """Probabilities (places, alternatives) of a random text, the best first, as a drafter that is right about it."""
     raw = -np.sort(-rng.dirichlet([0.2] * (alternatives + 1), places)[:, :alternatives], axis=1)
-    return Candidates(np.tile(np.arange(alternatives), (places, 1)), np.log(np.maximum(raw, 1e-9)).astype(np.float32))
+    return np.maximum(raw, 1e-9)
 
 
-def follow(rng, tree, candidates):
-    """Draw the text by the candidates' probabilities and walk through the tree: the rows gone through."""
-    path = [0]
-    for place in range(candidates.depth):
-        token = np.searchsorted(np.cumsum(np.exp(candidates.log_probs[place])), rng.random())
-        row = [i for i, p in enumerate(tree.parents, 1) if p == path[-1] and tree.tokens[i - 1] == token]
-        if not row:
-            break
-        path += row
-    return path
+def drawn(rng, probabilities):
+    """A text by the candidates' probabilities, whose numbers stand for the tokens."""
+    return [int(np.searchsorted(np.cumsum(own), rng.random())) for own in probabilities]
 
 
 def test_trees_are_faster_than_chains():
@@ -267,14 +270,13 @@ def test_trees_are_faster_than_chains():
         policy = ConfidentWidth(copy(TREES), 15)
         tokens = seconds = 0.0
         for _ in range(1500):
-            candidates = text_of(rng, max(policy.next_width(), 1), 8)
-            few = Candidates(candidates.token_ids[:, :alternatives], candidates.log_probs[:, :alternatives])
-            tree = policy.choose(few)
-            path = follow(rng, tree, candidates)
-            took = TREES.round(tree.size, drafted=candidates.depth)
-            policy.observe(
-                drafted=candidates.depth, width=tree.size, num_accepted=len(path) - 1, path=path, seconds=took
-            )
+            choice = policy.next_round(may_branch=True)
+            choice = replace(choice, places=max(choice.places, 1))
+            candidates = text_of(rng, choice.places, 8)
+            tree, forecast = drafts_of(policy, choice, candidates[:, :alternatives])
+            path = tree.walk(drawn(rng, candidates))
+            took = TREES.round(tree.size, drafted=choice.places)
+            policy.observe(observed(choice, tree, forecast, path, took))
             tokens, seconds = tokens + len(path), seconds + took
         reached[alternatives] = tokens / seconds
     assert reached[8] > 1.05 * reached[1]
@@ -282,13 +284,17 @@ def test_trees_are_faster_than_chains():
 
 def test_a_tree_stops_where_the_next_draft_is_not_worth_its_time():
     policy = ConfidentWidth(copy(TREES), 15)
-    sure = Candidates(np.arange(30).reshape(15, 2), np.log(np.array([[0.9, 0.05]] * 15, dtype=np.float32)))
-    unsure = Candidates(np.arange(60).reshape(15, 4), np.log(np.array([[0.3, 0.2, 0.2, 0.1]] * 15, dtype=np.float32)))
-    assert 15 <= policy.choose(sure).size <= 31
-    assert policy.choose(sure).depth > policy.choose(unsure).depth
-    few = policy.choose(unsure).size
+    choice = replace(policy.next_round(may_branch=True), places=15)
+
+    def tree(candidates):
+        return drafts_of(policy, choice, np.array([candidates] * 15))[0]
+
+    sure, unsure = [0.9, 0.05], [0.3, 0.2, 0.2, 0.1]
+    assert 15 <= tree(sure).size <= 31
+    assert max(tree(sure).depths) > max(tree(unsure).depths)
+    few = tree(unsure).size
     policy.costs.round_seconds = {width: 50.0 + 0.1 * width for width in TREES.round_seconds}
-    assert policy.choose(unsure).size == 31 > few
+    assert tree(unsure).size == 31 > few
 
 
 def test_pauses_grow_and_end():
@@ -350,11 +356,11 @@ def test_as_many_places_are_drafted_as_would_have_been_worth_their_time():
     for right, expected in ((0, 1), (3, 3), (6, 6)):
         policy = ConfidentWidth(copy(costs), 15, confidence)
         for _ in range(30):
-            drafted = policy.next_width()
-            tree = policy.choose(chain(([0.97] * right + [0.02] * 15)[:drafted]))
+            choice = policy.next_round(may_branch=False)
+            tree, forecast = drafts_of(policy, choice, np.array([[0.97]] * right + [[0.02]] * 15))
             kept = min(right, tree.size)
-            policy.observe(drafted=drafted, width=tree.size, num_accepted=kept, path=range(kept + 1), seconds=None)
+            policy.observe(observed(choice, tree, forecast, range(kept + 1), None))
         # Now and then one or two more, which tell whether more would be worth it.
-        assert expected <= policy.next_width() <= expected + 2
-    assert 6 <= ConfidentWidth(copy(costs), 15, confidence).next_width() <= 8
-    assert ConfidentWidth(copy(costs), 15).next_width() == 15 // 2
+        assert expected <= policy.next_round(may_branch=False).places <= expected + 2
+    assert 6 <= ConfidentWidth(copy(costs), 15, confidence).next_round(may_branch=False).places <= 8
+    assert ConfidentWidth(copy(costs), 15).next_round(may_branch=False).places == 15 // 2

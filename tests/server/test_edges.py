@@ -100,3 +100,12 @@ def test_old_http_needs_no_host():
         assert b" 403 " in raw(server, f"GET /v1/models HTTP/1.0\n{key}Host: evil.example\n\n").splitlines()[0]
         assert b" 403 " in raw(server, f"GET /v1/models HTTP/1.0\n{key}Origin: http://evil.example\n\n").splitlines()[0]
         assert b" 400 " in raw(server, f"GET /v1/models HTTP/1.1\n{key}\n").splitlines()[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed", "/api/embeddings", "/v1/nothing"])
+def test_what_is_not_there_is_named(path):
+    with running() as server:
+        answer = httpx.post(f"{server.url}{path}", json={"model": "fake", "input": "Hi", "prompt": "Hi"})
+    assert answer.status_code == 404
+    assert ("makes no embeddings" in answer.text) == ("embed" in path)
+    assert "docs/server.md" in answer.text

@@ -97,6 +97,9 @@ def test_budgets_in_minutes_are_taken_at_their_word(loaded, options):
     store = ConversationStore(options.out / "none")
     line = time_line(loaded, tiny_drafter(), store, None, options, plan(loaded, options), rows=4)
     assert line == "time: data about 7 minutes, training about 5.0 hours, then measuring 200 answers"
+    short = replace(options, data_minutes=2, minutes=1)
+    line = time_line(loaded, tiny_drafter(), store, None, short, plan(loaded, short), rows=4)
+    assert line.startswith("time: data about 2 minutes, training about a minute, ")
 
 
 def test_budgets_of_work_are_extrapolated(loaded, options):

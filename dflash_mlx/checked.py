@@ -1,0 +1,65 @@
+"""Running a pair's models to check them, once for the same files: what it shows is remembered on disk."""
+
+from dataclasses import asdict, dataclass
+
+import mlx_lm
+
+from dflash_mlx import __version__
+from dflash_mlx.checks import GUESS_TEXT, check_pair, read_guesses
+from dflash_mlx.pair import ModelPair, Report
+from dflash_mlx.policy.stored import file_marks, fingerprint, read_json, store
+
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What running a pair's models has shown. rows, trees: as `Target.takes_rows` and `takes_trees` give them."""
+
+    checks: list[str]
+    warnings: list[str]
+    rows: bool
+    trees: bool
+
+
+def check_once(pair: ModelPair, *, again: bool, report: Report) -> None:
+    """Check a pair whose models are what its folders hold, unless that was done before. Raises PairError.
+
+    again: run the models even then. On several machines that is always done: they hold files of their own.
+    """
+    name = _name(pair)
+    found = None if again or pair.target.machines > 1 else _read(name)
+    if found is None:
+        found = examine(pair, report=report)
+        store(name, asdict(found))
+    pair.target.assume(rows=found.rows, trees=found.trees)
+    pair.checks += found.checks
+    pair.warnings += found.warnings
+
+
+def examine(pair: ModelPair, *, report: Report) -> Findings:
+    """Run the models of a pair; a target alone is asked only what it takes. Raises PairError."""
+    checks, warnings = list[str](), list[str]()
+    if pair.drafter is not None:
+        report("checking that target and drafter belong together", None)
+        checks += check_pair(pair.target, pair.drafter, dtype=pair.dtype)
+        guesses = read_guesses(pair.target, pair.drafter, pair.encode_prompt(GUESS_TEXT))
+        if guesses is not None:
+            (warnings if guesses.are_noise else checks).append(guesses.report)
+    return Findings(checks, warnings, rows=pair.target.takes_rows(), trees=pair.target.takes_trees())
+
+
+def _name(pair: ModelPair) -> str:
+    versions = _SCHEMA, __version__, mlx_lm.__version__
+    settings = pair.method, pair.block_size, pair.dtype, pair.exact, *pair.target.ways
+    return f"pair-checks/{fingerprint(pair.folders, *versions, *settings, file_marks(pair.folders))}"
+
+
+def _read(name: str) -> Findings | None:
+    """What was found before; None where nothing was, or the file cannot be used."""
+    try:
+        stored = read_json(name)
+        checks, warnings = ([str(line) for line in stored[key]] for key in ("checks", "warnings"))
+        return Findings(checks, warnings, rows=stored["rows"] is True, trees=stored["trees"] is True)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None

@@ -1,0 +1,46 @@
+"""Rounds without models: what a policy chooses of drafts whose probabilities are known, and what it is told of them."""
+
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+from best_first import HostTree, best_first
+
+from dflash_mlx.decoding.policies import Choice, Forecast, Observation, WidthPolicy
+
+
+def drafts_of(policy: WidthPolicy, choice: Choice, probabilities: np.ndarray) -> tuple[HostTree, Forecast | None]:
+    """The drafts that are verified, and the forecast where there is one, by candidates (W, K), the best first.
+
+    A candidate's number at its place stands for its token. A chain is a tree, too.
+    """
+    with np.errstate(divide="ignore"):
+        log_probs = np.log(probabilities[: choice.places].astype(np.float64))
+    best = np.exp(log_probs[:, 0])
+    if not choice.tree:
+        log_probs = log_probs[:, :1]
+    nodes = list(islice(best_first(log_probs, scale=choice.scale), choice.tree or choice.places))
+    forecast = None
+    if choice.tree:
+        forecast = Forecast(best, np.array([node.chance for node in nodes]))
+    elif choice.waits:
+        forecast = Forecast.of_chain(best, choice.scale)
+    width = choice.width
+    if width is None:
+        assert forecast is not None
+        width = policy.choose(forecast)
+    token_ids = np.tile(np.arange(log_probs.shape[1]), (choice.places, 1))
+    return HostTree.of(nodes[:width], token_ids, log_probs), forecast
+
+
+def observed(
+    choice: Choice, tree: HostTree, forecast: Forecast | None, path: Sequence[int], seconds: float | None
+) -> Observation:
+    """What the policy is told of a round that went through these rows of its drafts."""
+    promised = tree.promised(path) if forecast is not None else 0.0
+    return Observation(choice.places, tree.size, len(path) - 1, choice.tree > 0, forecast, promised, seconds)
+
+
+def plain(seconds: float | None) -> Observation:
+    """A round without drafts."""
+    return Observation(0, 0, 0, seconds=seconds)
