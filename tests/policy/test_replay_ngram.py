@@ -13,8 +13,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from policy.record_traces import TRACES
+from policy.simulated import plain
 
-from dflash_mlx.decoding.tree import Candidates
+from dflash_mlx.decoding.policies import Forecast, Observation
 from dflash_mlx.drafters.contract import Nobody, Outlook
 from dflash_mlx.drafters.ngram import DEFAULT_PLACES, NgramState
 from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, choose_policy
@@ -73,18 +74,24 @@ def replay(tokens, start, machine, experience):
     policy = choose_policy(PairCosts(costs), DEFAULT_PLACES, experience, by_confidence=True)
     writer = Text(tokens[:at])
     while at < len(tokens):
-        places = policy.next_width()
+        choice = policy.next_round(may_branch=False)
         waits = state.outlook([writer]) is Outlook.HOST
-        width = kept = 0
-        if not waits:
-            places = 0
-        if places:
-            drafted = state.propose([writer], mx.array([0]), mx.array([at]), places, room=0)
-            [drafts], log_probs = drafted.tokens.tolist(), np.array(drafted.log_probs).reshape(-1, 1)
-            width = policy.choose(Candidates(np.array(drafts).reshape(-1, 1), log_probs)).size
-            kept = agreement(drafts[:width], tokens[at:])
-        seconds = costs.round(width, drafted=places) if width or not waits else machine.waits
-        policy.observe(drafted=places, width=width, num_accepted=kept, path=list(range(kept + 1)), seconds=seconds)
+        if choice.places and waits:
+            drafted = state.propose([writer], mx.array([0]), mx.array([at]), choice.places, room=0)
+            best = np.exp(np.array(drafted.confidence)[0].astype(np.float64))
+            forecast = Forecast.of_chain(best, choice.scale) if choice.waits else None
+            width = choice.width
+            if width is None:
+                assert forecast is not None
+                width = policy.choose(forecast)
+            kept = agreement(drafted.tokens[0].tolist()[:width], tokens[at:])
+            seconds = costs.round(width, drafted=choice.places) if width else machine.waits
+            promised = forecast.promised(min(kept + 1, width)) if forecast is not None else 0.0
+            seen = Observation(choice.places, width, kept, forecast=forecast, promised=promised, seconds=seconds)
+        else:
+            kept, seconds = 0, machine.waits if waits else costs.round(0)
+            seen = plain(seconds)
+        policy.observe(seen)
         at, spent = at + kept + 1, spent + seconds
         writer.tokens = tokens[:at]
     return (len(tokens) - start - 1) * machine.rounds[0] / spent
