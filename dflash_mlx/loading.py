@@ -55,7 +55,7 @@ def load_pair(
 ) -> ModelPair:
     """Load a known pair by `name`, or a target (`model`) and drafter (`draft_model`) by Hub id or folder.
 
-        A pair's target may have another drafter: `name` and `draft_model`. method: how to draft, one of
+    A pair's target may have another drafter: `name` and `draft_model`. method: how to draft, one of
     `drafters.methods.Method`; "auto" goes by the drafter's files, and without a drafter it takes the target's own head
     for multi-token prediction, else the text itself. draft=False, or the method "plain", loads the target alone. dtype:
     "auto" (float32 on a CPU, the model's own on a GPU), "float32", "bfloat16" or "float16". block_size: the largest
@@ -63,7 +63,7 @@ def load_pair(
     computes each token alike in any pass, which is slower: answers are then the same with and without drafts in any
     precision. check=False skips the checks that run the models; recheck=True runs them even where these files have
     passed before. report(message, fraction done or None) follows progress. Downloads what is missing.
-        Raises UsageError, DownloadError, CheckpointError and PairError.
+    Raises UsageError, DownloadError, CheckpointError and PairError.
     """
     started = time.perf_counter()
     report = report or _ignore
