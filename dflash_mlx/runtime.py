@@ -114,6 +114,18 @@ def backend() -> Backend:
     return replace(facts, advice=_advice(facts))
 
 
+def free_unused_memory() -> None:
+    """Let MLX give back the memory of arrays that are gone.
+
+    On a CPU it keeps no more than 32 MB of it anyway, and clearing waits for all that was launched, while no other
+    thread of Python's can run (seen with MLX 0.32.4).
+    """
+    import mlx.core as mx
+
+    if backend().kind != "cpu":
+        mx.clear_cache()
+
+
 def resolve_dtype(name: str, *, model_dtype: "mx.Dtype") -> "mx.Dtype":
     """The dtype to compute in. "auto" is float32 on a CPU and the model's own on a GPU. Raises UsageError."""
     import mlx.core as mx

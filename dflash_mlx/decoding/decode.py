@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Generator, Iterator
 
-import mlx.core as mx
-
 from dflash_mlx.decoding.accept import Strategy
 from dflash_mlx.decoding.constraint import Guide
 from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.lane import Lane, Step
 from dflash_mlx.decoding.policies import WidthPolicy
 from dflash_mlx.decoding.session import Session
+from dflash_mlx.runtime import free_unused_memory
 from dflash_mlx.sampling import LogitsProcessor
 
 # Tokens of a prompt that are fed at once, as mlx-lm does it.
@@ -75,5 +74,5 @@ def prefill_chunks(session: Session, tokens: list[int], *, most: int = PREFILL_S
     start = len(session.tokens)
     while (at := len(session.tokens)) < len(tokens):
         session.feed(tokens[at : at + min(PREFILL_STEP, most)])
-        mx.clear_cache()
+        free_unused_memory()
         yield len(session.tokens) - start, len(tokens) - start

@@ -24,6 +24,7 @@ import numpy as np
 from dflash_mlx.errors import GroupError
 from dflash_mlx.ranks import started_together
 from dflash_mlx.ranks.channel import Channel
+from dflash_mlx.ranks.ring import connect_ranks
 
 # Seconds within which all ranks have to be connected.
 _PATIENCE = 60.0
@@ -142,7 +143,7 @@ def join_group() -> Group | None:
         # MLX holds Python's lock while it connects, so that no thread of Python's could end this process.
         faulthandler.dump_traceback_later(_PATIENCE, exit=True, file=nowhere)
         try:
-            group = Group(mx.distributed.init())
+            group = Group(connect_ranks())
             if group.size > 1:
                 group.connect()
         except (OSError, RuntimeError, ValueError) as error:

@@ -28,6 +28,7 @@ import mlx.nn as nn
 
 from dflash_mlx.errors import DFlashError, GroupError, UsageError
 from dflash_mlx.ranks.group import Group
+from dflash_mlx.runtime import free_unused_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,7 +139,7 @@ def follow(group: Group, root: Mirrored) -> NoReturn:
         for number in message["dropped"]:
             del objects[number]
         if message["dropped"]:
-            mx.clear_cache()
+            free_unused_memory()
         try:
             _, made = run(group, message, objects.__getitem__, None)
         except Exception as error:

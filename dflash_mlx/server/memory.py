@@ -11,7 +11,7 @@ from dflash_mlx.caches.rows import room_for
 from dflash_mlx.decoding.decode import PREFILL_STEP
 from dflash_mlx.generation import fitting_max_tokens
 from dflash_mlx.pair import ModelPair
-from dflash_mlx.runtime import backend
+from dflash_mlx.runtime import backend, free_unused_memory
 from dflash_mlx.scoring import SCORED_AT_ONCE
 from dflash_mlx.server.ticket import Job, TooLargeError
 
@@ -55,7 +55,7 @@ class MemoryBudget:
     def measure(self, *, draft: bool) -> None:
         """Look at the loaded models, running them. Answers may be drafted if `draft` says so."""
         self._sizes = {drafted: measure_session(self.pair, draft=drafted) for drafted in {False, draft}}
-        mx.clear_cache()
+        free_unused_memory()
         self.room = self.limit - mx.get_active_memory()
 
     def need(self, job: Job, *, draft: bool) -> Need:

@@ -4,57 +4,28 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import mlx.core as mx
 
-from dflash_mlx.answer import Answer, GenerationResponse, fitting_max_tokens, require_possible
+from dflash_mlx.answer import GenerationResponse, fitting_max_tokens, require_possible
 from dflash_mlx.answering import Answering
-from dflash_mlx.decoding.fork import can_cut, fork
-from dflash_mlx.decoding.session import Session, common_prefix
 from dflash_mlx.errors import PromptError
 from dflash_mlx.pair import ModelPair, Report
-from dflash_mlx.scoring import ScoredToken, score
+from dflash_mlx.runtime import free_unused_memory
 from dflash_mlx.server.fair_queue import FairQueue
-from dflash_mlx.server.memory import MemoryBudget, Need, total_need
+from dflash_mlx.server.memory import MemoryBudget, total_need
 from dflash_mlx.server.prefix_cache import PrefixCache
+from dflash_mlx.server.running import Running
 from dflash_mlx.server.status import Totals, WorkerStatus
 from dflash_mlx.server.ticket import Job, QueueFullError, Ticket, TooLargeError, WorkerClosedError
 
 __all__ = ["Job", "QueueFullError", "Ticket", "TooLargeError", "Worker", "WorkerClosedError", "WorkerStatus"]
 
-# A prompt that another answer is just reading is waited for if that saves this many tokens.
-_WORTH_WAITING = 64
 # Answers at a time, unless the caller says otherwise: the most that are tried, and where they are made one by one.
 _MOST_ACTIVE, _MOST_APART = 32, 4
 # Twice as many answers at a time must give this many times as many tokens a second.
 _WORTH_DOUBLING = 1.1
-
-
-@dataclass(eq=False)
-class _Running:
-    """A job whose answer is being made."""
-
-    ticket: Ticket
-    need: Need
-    started_at: float
-    answer: Answer | None = None
-    scoring: Iterator[list[ScoredToken]] | None = None  # of its prompt, which comes before the answer
-    newest_at: float = 0.0  # when its newest tokens came
-
-    @property
-    def session(self) -> Session | None:
-        return self.answer.session if self.answer is not None else None
-
-    @property
-    def reading(self) -> bool:
-        """Whether its prompt is being read."""
-        return self.answer is not None and self.answer.lane is None
-
-    @property
-    def job(self) -> Job:
-        return self.ticket.job
 
 
 class Worker:
@@ -92,7 +63,7 @@ class Worker:
         # Guards what follows; waited on for something to do.
         self._changed = threading.Condition()
         self._queue: FairQueue[Ticket] = FairQueue()
-        self._active: list[_Running] = []
+        self._active: list[Running] = []
         self._totals = Totals()
         self._ready = False
         self._closing_at: float | None = None
@@ -218,18 +189,19 @@ class Worker:
         with self._changed:
             while True:
                 while len(self._active) < self.max_active and (ticket := self._queue.peek()) is not None:
+                    drafts = self._drafts(ticket.job)
                     try:
-                        self._memory.require_room(ticket.job, draft=self._drafts(ticket.job))
+                        self._memory.require_room(ticket.job, draft=drafts)
                     except TooLargeError as error:
                         self._totals.count_finish("refused")
                         refused.append((self._queue.pop(), error))
                         continue
-                    need = self._memory.need(ticket.job, draft=self._drafts(ticket.job))
+                    need = self._memory.need(ticket.job, draft=drafts)
                     if total_need([need, *(r.need for r in self._active)]) > self._memory.room:
                         break  # It would fit alone: the next in turn waits for others to finish.
                     now = time.perf_counter()
                     ticket.queued_seconds = now - ticket.submitted_at
-                    self._active.append(_Running(self._queue.pop(), need, now))
+                    self._active.append(Running(ticket=self._queue.pop(), drafts=drafts, need=need, started_at=now))
                 if self._active or refused or self._closing_at is not None:
                     break
                 self._changed.wait()
@@ -249,8 +221,7 @@ class Worker:
                 running.ticket.end()
             elif running.answer is None:
                 try:
-                    if self._score(running) and not self._should_wait(running):
-                        self._begin(running)
+                    self._start(running)
                 except Exception as error:
                     self._fail(running, error)
         by_answer = {running.answer: running for running in self._active if running.answer is not None}
@@ -267,7 +238,7 @@ class Worker:
             elif isinstance(news, GenerationResponse):
                 self._hand_over(running, news)
 
-    def _hand_over(self, running: _Running, response: GenerationResponse) -> None:
+    def _hand_over(self, running: Running, response: GenerationResponse) -> None:
         ticket = running.ticket
         now = time.perf_counter()
         if ticket.first_token_seconds is None:
@@ -280,91 +251,41 @@ class Worker:
             self._finish(running, response.finish_reason)
         ticket.put(response)
 
-    def _fail(self, running: _Running, error: Exception) -> None:
+    def _fail(self, running: Running, error: Exception) -> None:
         self._finish(running, "error", keep=False)
         running.ticket.end(error)
 
-    def _score(self, running: _Running) -> bool:
-        """Score a chunk of the prompt where that was asked for; true when the answer can begin."""
-        job, ticket = running.job, running.ticket
-        if job.prompt_logprobs is not None and running.scoring is None:
-            running.scoring = score(self.pair.target, job.prompt, top=job.prompt_logprobs)
-        found = next(running.scoring, None) if running.scoring is not None else None
+    def _start(self, running: Running) -> None:
+        """Score a chunk of the prompt where that was asked for; then begin the answer, unless waiting saves more."""
+        scored = running.score(self.pair.target)
         with self._changed:
             self._progress_at = time.perf_counter()
-        if found is not None:
-            ticket.prompt_logprobs += found
-            return False
-        if not job.only_prompt:
-            return True
+        if scored:
+            return
+        if running.job.only_prompt:
+            self._finish_prompt(running)
+        elif not running.should_wait(self._cache, self._active):
+            self._begin(running)
+
+    def _finish_prompt(self, running: Running) -> None:
+        """Nothing is to be written after this prompt."""
+        count = len(running.job.prompt)
         with self._changed:
-            self._totals.prompt_tokens += len(job.prompt)
+            self._totals.prompt_tokens += count
         self._finish(running, "length")
-        ticket.put(
-            GenerationResponse(
-                text="", token_ids=[], prompt_tokens=len(job.prompt), mode="plain", finish_reason="length"
-            )
+        running.ticket.put(
+            GenerationResponse(text="", token_ids=[], prompt_tokens=count, mode="plain", finish_reason="length")
         )
-        return False
 
-    def _begin(self, running: _Running) -> None:
-        """Find the session that saves most, and begin the answer."""
-        job, draft = running.job, self._drafts(running.job)
-        session = self._cache.take(
-            job.owner,
-            job.prompt,
-            lambda: self.pair.new_session(draft=draft),
-            draft=draft,
-            active=[r.session for r in self._relatives(running) if r.session is not None],
-        )
-        running.answer = Answer(
-            self.pair,
-            job.prompt,
-            job.params,
-            session=session,
-            draft=draft,
-            width=self.width,
-            constraint=job.constraint,
-            continues=job.continues,
-            on_prompt_read=lambda session: self._keep_snapshot(job.owner, session),
-        )
+    def _begin(self, running: Running) -> None:
+        answer = running.begin(self.pair, self._cache, self._active, width=self.width)
         assert self._answering is not None
-        self._answering.add(running.answer)
-        cached = min(common_prefix(session.tokens, job.prompt), len(job.prompt) - 1)
+        self._answering.add(answer)
         with self._changed:
-            self._totals.prompt_tokens += len(job.prompt)
-            self._totals.cached_tokens += cached
+            self._totals.prompt_tokens += len(answer.prompt)
+            self._totals.cached_tokens += answer.cached_tokens
 
-    def _relatives(self, running: _Running) -> list[_Running]:
-        """Other answers in progress whose caches this one may use."""
-        return [
-            other
-            for other in self._active
-            if other is not running
-            and other.answer is not None
-            and other.job.owner == running.job.owner
-            and self._drafts(other.job) == self._drafts(running.job)
-        ]
-
-    def _should_wait(self, running: _Running) -> bool:
-        """Whether much of this prompt is just being read for another answer, and can be copied when that is done."""
-        prompt = running.job.prompt
-        known = self._cache.known(running.job.owner, prompt, draft=self._drafts(running.job))
-        return any(
-            other.reading
-            and other.session is not None
-            and can_cut(other.session)
-            and min(common_prefix(other.job.prompt, prompt), len(prompt) - 1)
-            > _WORTH_WAITING + max(known, common_prefix(other.session.tokens, prompt))
-            for other in self._relatives(running)
-        )
-
-    def _keep_snapshot(self, owner: str, session: Session) -> None:
-        """Caches that cannot go back are copied where the prompt ends, so that a changed answer can start there."""
-        if not can_cut(session):
-            self._cache.put(owner, fork(session, len(session.tokens)))
-
-    def _finish(self, running: _Running, reason: str, *, keep: bool = True) -> None:
+    def _finish(self, running: Running, reason: str, *, keep: bool = True) -> None:
         """Take an answer out of the rounds; its session goes to the cache, unless it may be damaged."""
         assert self._answering is not None
         if running.answer is not None:
@@ -376,7 +297,7 @@ class Worker:
             self._active.remove(running)
             self._totals.count_finish(reason)
             self._job_seconds = 0.8 * self._job_seconds + 0.2 * (time.perf_counter() - running.started_at)
-        mx.clear_cache()
+        free_unused_memory()
 
     def _stop_all(self) -> None:
         """The time to finish is over."""
@@ -394,7 +315,7 @@ class Worker:
         for ticket in [*(running.ticket for running in left), *waiting]:
             ticket.end(WorkerClosedError(self._error))
         self._cache.clear()
-        mx.clear_cache()
+        free_unused_memory()
 
 
 def worthwhile_lanes(plain: Mapping[int, float]) -> int:

@@ -3,6 +3,9 @@
 Every row starts at position 0 and all rows step together, so that one plain cache with a batch dimension serves and no
 padding or mask is needed, whatever lengths the openings have: what a row must say (an opening, the template's fixed
 parts) is forced token by token while other rows choose. Rows that are done leave the batch from time to time.
+
+`decoding.engine` is not used: it looks at every answer after every round, which with a thousand of them takes the host
+longer than a GPU takes for the round.
 """
 
 from dataclasses import dataclass

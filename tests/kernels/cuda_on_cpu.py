@@ -3,6 +3,7 @@
 It says whether the source computes the right thing. What a GPU makes of it (speed, its compiler) it cannot say.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import shutil
@@ -27,6 +28,33 @@ TYPES = {
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None, reason="runs kernels with g++ on Linux"
 )
+
+
+def kernels_folder(tmp_path_factory):
+    """A folder for what is compiled, the same for all tests of a process."""
+    folder = tmp_path_factory.getbasetemp() / "kernels"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def kernel_on_cpu(module, note, *, folder, monkeypatch):
+    """Has the kernel of `module._kernel` run on the CPU; gives the list of `note(inputs)` of each launch."""
+    noted = []
+
+    def make(**options):
+        kernel = CudaKernel(folder, **options)
+
+        def launch(**call):
+            noted.append(note(call["inputs"]))
+            return kernel(**call)
+
+        return launch
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", make)
+    module._kernel.cache_clear()
+    yield noted
+    module._kernel.cache_clear()
 
 
 class CudaKernel:

@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from kernels.cuda_on_cpu import CudaKernel, needs_compiler
+from kernels.cuda_on_cpu import kernel_on_cpu, kernels_folder, needs_compiler
 from tiny import FAMILIES, SECOND, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.kernels import few_rows_linear
@@ -25,24 +25,14 @@ def linear(*, bias, dtype=mx.float32):
 @pytest.fixture
 def used(monkeypatch, tmp_path_factory):
     """Has the kernel run on the CPU; the rows of each product that went through it."""
-    folder = tmp_path_factory.getbasetemp() / "kernels"
-    folder.mkdir(exist_ok=True)
-    rows = []
 
-    def make(**options):
-        kernel = CudaKernel(folder, **options)
+    def rows(inputs):
+        x, weight = inputs
+        return x.size // weight.shape[1]
 
-        def launch(**call):
-            x, weight = call["inputs"]
-            rows.append(x.size // weight.shape[1])
-            return kernel(**call)
-
-        return launch
-
-    monkeypatch.setattr(mx.fast, "cuda_kernel", make)
-    few_rows_linear._kernel.cache_clear()
-    yield rows
-    few_rows_linear._kernel.cache_clear()
+    folder = kernels_folder(tmp_path_factory)
+    with kernel_on_cpu(few_rows_linear, rows, folder=folder, monkeypatch=monkeypatch) as noted:
+        yield noted
 
 
 @needs_compiler

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernels.cuda_on_cpu import CudaKernel, needs_compiler
+from kernels.cuda_on_cpu import CudaKernel, kernel_on_cpu, kernels_folder, needs_compiler
 from mlx_lm.models.base import scaled_dot_product_attention
 from tiny import FAMILIES, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
@@ -18,23 +18,9 @@ from dflash_mlx.policy.width import FixedWidth
 @pytest.fixture
 def launched(monkeypatch, tmp_path_factory):
     """Has kernels run on the CPU; the shapes of the queries that went through one."""
-    folder = tmp_path_factory.getbasetemp() / "kernels"
-    folder.mkdir(exist_ok=True)
-    shapes = []
-
-    def make(**options):
-        kernel = CudaKernel(folder, **options)
-
-        def launch(**call):
-            shapes.append(call["inputs"][0].shape)
-            return kernel(**call)
-
-        return launch
-
-    monkeypatch.setattr(mx.fast, "cuda_kernel", make)
-    one_launch._kernel.cache_clear()
-    yield shapes
-    one_launch._kernel.cache_clear()
+    folder = kernels_folder(tmp_path_factory)
+    with kernel_on_cpu(one_launch, lambda inputs: inputs[0].shape, folder=folder, monkeypatch=monkeypatch) as shapes:
+        yield shapes
 
 
 def masks(batch, rows, keys, rng):

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from kernels.cuda_on_cpu import CudaKernel
+from kernels.cuda_on_cpu import CudaKernel, kernels_folder
 from metal import emulator, lint
 from metal.emulator import Emulator, KernelError, needs_compiler
 from tiny import drafted_tokens, plain_tokens, tiny_drafter, tiny_target
@@ -44,8 +44,7 @@ def metal(folder, monkeypatch):
 @pytest.fixture
 def cuda(tmp_path_factory, monkeypatch):
     """Has the CUDA kernel run on the CPU."""
-    folder = tmp_path_factory.getbasetemp() / "kernels"
-    folder.mkdir(exist_ok=True)
+    folder = kernels_folder(tmp_path_factory)
     kernel = CudaKernel(folder, **product._kernel("kernel.cu"))
     monkeypatch.setattr(product, "_cuda_kernel", lambda: kernel)
     machine = replace(runtime.backend(), kind="cuda")

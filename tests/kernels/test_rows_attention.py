@@ -6,7 +6,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernels.cuda_on_cpu import CudaKernel
+from kernels.cuda_on_cpu import CudaKernel, kernels_folder
 from metal import emulator, lint
 from metal.emulator import Emulator, KernelError, needs_compiler
 from mlx_lm.models.base import scaled_dot_product_attention
@@ -49,8 +49,7 @@ def metal(folder, monkeypatch):
 @pytest.fixture
 def cuda(tmp_path_factory, monkeypatch):
     """Has the CUDA kernels run on the CPU."""
-    folder = tmp_path_factory.getbasetemp() / "kernels"
-    folder.mkdir(exist_ok=True)
+    folder = kernels_folder(tmp_path_factory)
     kernels = CudaKernel(folder, **passes._first("cu")), CudaKernel(folder, **passes._second("cu"))
     monkeypatch.setattr(passes, "_cuda_kernels", lambda: kernels)
     machine = replace(runtime.backend(), kind="cuda")

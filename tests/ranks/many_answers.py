@@ -1,9 +1,8 @@
 """Rank 0 makes many answers in a row with divided models, and compares them with those of one machine.
 
-Arguments: how many answers each model is to make at least, and the models: folders of tiny targets
-(`tiny_folder.write_target`). Prints a line of JSON for each: how many answers there were, how many
-more were left in the middle, how many tokens a conversation found in its caches, and what was wrong: (which, tokens,
-the right ones).
+Arguments: how many answers each model is to make at least, and the models: "demo", or folders of tiny targets
+(`tiny_folder.write_target`). Prints a line of JSON for each: how many answers there were, how many more were left in
+the middle, how many tokens a conversation found in its caches, and what was wrong: (which, tokens, the right ones).
 """
 
 import json
@@ -16,10 +15,12 @@ import mlx.core as mx
 from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
 from tiny_pair import LetterTokenizer
 
+from dflash_mlx.bench.prompts import short_prompts
 from dflash_mlx.decoding.engine import can_branch
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.generation import generate, generate_many, stream_generate, stream_many
 from dflash_mlx.hub.registry import ModelSource
+from dflash_mlx.loading import load_pair
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.ranks.group import leave_group
 from dflash_mlx.sampling import SamplingParams
@@ -50,6 +51,37 @@ def divided_pair(folder: str, drafter: DFlashDrafter) -> ModelPair:
     return pair_of(machines.load_target(ModelSource(kind="folder", path=folder), dtype="float32")[0], drafter)
 
 
+class TinyModels:
+    """A random target, divided (`pair`) and on one machine (`whole`)."""
+
+    def __init__(self, folder: str) -> None:
+        self.pair = divided_pair(folder, tiny_drafter())
+        self.whole = pair_of(load_target(Path(folder), dtype="float32")[0], tiny_drafter())
+
+    def prompts(self, rng: random.Random) -> list[list[int]]:
+        return [[rng.randrange(1, VOCAB) for _ in range(length)] for length in (9, 3, 14, 1)]
+
+    def good_pair(self, prompt: list[int], truth: list[int], rng: random.Random) -> ModelPair:
+        """A pair whose drafter knows the answer, but for three tokens."""
+        script = {len(prompt) + i: token for i, token in enumerate(truth)}
+        wrong = frozenset(rng.sample(list(script), 3))
+        return pair_of(self.pair.target, ScriptedDrafter(tiny_drafter().config, script, wrong))
+
+
+class DemoModels:
+    """The demo pair, divided (`pair`), and with its target on one machine (`whole`)."""
+
+    def __init__(self) -> None:
+        self.pair = load_pair("demo", dtype="float32")
+        self.whole = replace(self.pair, target=load_target(self.pair.folders[0], dtype="float32")[0])
+
+    def prompts(self, rng: random.Random) -> list[list[int]]:
+        return [self.pair.encode_prompt(prompt.text) for prompt in rng.sample(short_prompts(), 4)]
+
+    def good_pair(self, prompt: list[int], truth: list[int], rng: random.Random) -> ModelPair:
+        return self.pair
+
+
 @dataclass
 class Found:
     """What a model has answered: (which, tokens, the right ones), and how many answers were left in the middle."""
@@ -59,28 +91,24 @@ class Found:
     cached: int = 0
 
 
-def scripted_pair(target: Target, prompt: list[int], truth: list[int], rng: random.Random) -> ModelPair:
-    """A pair whose drafter knows the answer, but for three tokens."""
-    script = {len(prompt) + i: token for i, token in enumerate(truth)}
-    return pair_of(target, ScriptedDrafter(tiny_drafter().config, script, frozenset(rng.sample(list(script), 3))))
-
-
-def answer(pair: ModelPair, whole: ModelPair, rng: random.Random, found: Found) -> None:
+def answer(models: TinyModels | DemoModels, rng: random.Random, found: Found) -> None:
     """Some answers of each kind: chains, trees, plain ones, batches, seeded ones and conversations."""
-    prompts = [[rng.randrange(1, VOCAB) for _ in range(length)] for length in (9, 3, 14, 1)]
+    pair, whole = models.pair, models.whole
+    prompts = models.prompts(rng)
     truths = [plain_tokens(whole.target, prompt, LENGTH) for prompt in prompts]
     for prompt, truth in zip(prompts, truths, strict=True):
-        scripted = scripted_pair(pair.target, prompt, truth, rng)
-        found.answers.append(("chains", generate(scripted, prompt, GREEDY, width=5).token_ids, truth))
+        good = models.good_pair(prompt, truth, rng)
+        found.answers.append(("chains", generate(good, prompt, GREEDY, width=5).token_ids, truth))
         # Left in the middle, with a round on its way.
-        stream = stream_generate(scripted, prompt, GREEDY, width=5)
+        stream = stream_generate(good, prompt, GREEDY, width=5)
         next(stream)
         stream.close()
         found.left += 1
         found.answers.append(("plain", generate(pair, prompt, GREEDY, draft=False).token_ids, truth))
-    if can_branch(pair.target, tiny_drafter()):
-        scripted = scripted_pair(pair.target, prompts[0], truths[0], rng)
-        tree = generate(scripted, prompts[0], GREEDY, width=6, tree=True)
+    assert pair.drafter is not None
+    if can_branch(pair.target, pair.drafter):
+        good = models.good_pair(prompts[0], truths[0], rng)
+        tree = generate(good, prompts[0], GREEDY, width=6, tree=True)
         found.answers.append(("tree", tree.token_ids, truths[0]))
     batch = stream_many(pair, prompts, GREEDY, width=3)
     for _ in range(rng.randrange(1, 8)):
@@ -102,13 +130,12 @@ def answer(pair: ModelPair, whole: ModelPair, rng: random.Random, found: Found) 
         found.answers.append(("goes on", turn.token_ids, truth))
 
 
-def check(folder: str, wanted: int) -> dict[str, object]:
-    """Make at least `wanted` answers of the target in a folder."""
-    pair, found = divided_pair(folder, tiny_drafter()), Found()
-    whole = pair_of(load_target(Path(folder), dtype="float32")[0], tiny_drafter())
-    rng = random.Random(Path(folder).name)
+def check(model: str, wanted: int) -> dict[str, object]:
+    """Make at least `wanted` answers of a model."""
+    models, found = DemoModels() if model == "demo" else TinyModels(model), Found()
+    rng = random.Random(Path(model).name)
     while len(found.answers) < wanted:
-        answer(pair, whole, rng, found)
+        answer(models, rng, found)
     wrong = [case for case in found.answers if case[1] != case[2]]
     return {"answers": len(found.answers), "left": found.left, "cached": found.cached, "wrong": wrong}
 
