@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dflash_mlx.cli.output import note, say, styled
+from dflash_mlx.cli.side_by_side import SideBySide, fits
 from dflash_mlx.cli.streaming import answer
 
 if TYPE_CHECKING:
+    from dflash_mlx.cli.side_by_side import Column
     from dflash_mlx.decoding.constraint import Constraint
     from dflash_mlx.pair import ModelPair
     from dflash_mlx.sampling import SamplingParams
@@ -29,30 +31,43 @@ def run_comparison(
 ) -> None:
     """Answer plainly, then with drafting; print both answers and what the difference is.
 
-    A few tokens in each mode come first and do not count: they warm the machine up.
+    On a terminal that is wide enough they stand beside each other. A few tokens in each mode come first and do not
+    count: they warm the machine up.
     """
     if params.temperature > 0 and params.seed is None:
         params = replace(params, seed=0)
         note("at a temperature above 0 answers can only be compared with a seed: using --seed 0")
     results: dict[str, dict[str, Any]] = {}
+
+    def answer_as(mode: str, wanted: "SamplingParams", *, echo: bool, column: "Column | None" = None) -> None:
+        drafted = mode == "drafted"
+        _, results[mode] = answer(
+            pair,
+            prompt,
+            wanted,
+            draft=drafted,
+            echo=echo,
+            width=width if drafted else None,
+            tree=tree and drafted,
+            constraint=constraint,
+            column=column,
+        )
+
     short = replace(params, max_tokens=min(_WARM_UP_TOKENS, params.max_tokens))
-    for wanted, echo in ((short, False), (params, not as_json)):
+    for mode in _MODES:
+        answer_as(mode, short, echo=False)
+    if as_json or not fits():
         for mode, label in _MODES.items():
-            if echo:
+            if not as_json:
                 print(styled(f"{label}:", "bold", sys.stdout), flush=True)
-            drafted = mode == "drafted"
-            _, results[mode] = answer(
-                pair,
-                prompt,
-                wanted,
-                draft=drafted,
-                echo=echo,
-                width=width if drafted else None,
-                tree=tree and drafted,
-                constraint=constraint,
-            )
-            if echo:
+            answer_as(mode, params, echo=not as_json)
+            if not as_json:
                 print(flush=True)
+    else:
+        with SideBySide(list(_MODES.values())) as beside:
+            for mode, column in zip(_MODES, beside.columns, strict=True):
+                answer_as(mode, params, echo=True, column=column)
+        print(flush=True)
     found = comparison(results["plain"], results["drafted"])
     if as_json:
         print(json.dumps({**results, **found}, ensure_ascii=False))

@@ -7,13 +7,14 @@ from dflash_mlx.cli.live import LiveText, quiet_keyboard
 from dflash_mlx.cli.output import READING, live_line, note
 
 if TYPE_CHECKING:
+    from dflash_mlx.cli.side_by_side import Column
     from dflash_mlx.decoding.constraint import Constraint
     from dflash_mlx.generation import GenerationResponse
     from dflash_mlx.pair import ModelPair
     from dflash_mlx.sampling import SamplingParams
 
 
-def begin(pair: "ModelPair", live: LiveText, *, draft: bool) -> None:
+def begin(pair: "ModelPair", live: "LiveText | Column", *, draft: bool) -> None:
     """Say what happens before the first word. draft: widths are chosen by measurement, which the first time takes a
     while, so it is done and named here."""
     if draft and pair.drafter is not None:
@@ -32,14 +33,18 @@ def answer(
     tree: bool = False,
     constraint: "Constraint | None" = None,
     markdown: bool = False,
+    column: "Column | None" = None,
 ) -> tuple["GenerationResponse", dict[str, Any]]:
-    """Stream an answer; returns the last response, and the whole answer as the object that --json prints."""
+    """Stream an answer; returns the last response, and the whole answer as the object that --json prints.
+
+    column: where it is shown, beside another one.
+    """
     from dflash_mlx import stream_generate
 
     token_ids: list[int] = []
     notices: list[str] = []
     last = None
-    with quiet_keyboard(), LiveText(echo=echo, markdown=markdown) as live:
+    with quiet_keyboard(), column or LiveText(echo=echo, markdown=markdown) as live:
         begin(pair, live, draft=draft and width is None)
         for response in stream_generate(
             pair, prompt, params, draft=draft, width=width, tree=tree, constraint=constraint

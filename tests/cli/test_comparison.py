@@ -1,10 +1,13 @@
 """`generate --compare`, and the other options of `generate` that change how an answer is made."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from dflash_mlx.cli.comparison import comparison, verdict
+from dflash_mlx.cli.side_by_side import SideBySide
 
 
 def test_the_answer_is_made_twice_and_compared(run, fake):
@@ -16,6 +19,38 @@ def test_the_answer_is_made_twice_and_compared(run, fake):
     assert out.splitlines()[-1] == "the words are the same: all 6 tokens are identical"
     assert [(a["draft"], a["width"], a["tree"]) for a in fake.asked] == [(False, None, False), (True, 3, True)] * 2
     assert [a["params"].max_tokens for a in fake.asked] == [8, 8, 256, 256]  # the first two warm up
+
+
+def beside(width, height, *, words, status=""):
+    """What is shown while two answers grow, and at the end; the second one has half of the words."""
+    live, shown = io.StringIO(), io.StringIO()
+    with SideBySide(["left", "right"], console=Console(file=shown, width=width, height=height)) as both:
+        for number, column in enumerate(both.columns, 1):
+            for word in range(words // number):
+                column.write(f"word{word} ", status)
+        Console(file=live, width=width, height=height).print(both._newest())
+    return live.getvalue().splitlines(), shown.getvalue().splitlines()
+
+
+def test_answers_stand_beside_each_other():
+    live, shown = beside(80, 24, words=8, status="  9 tok/s")
+    assert [line.split() for line in shown[:2]] == [
+        ["left", "right"],
+        ["word0", "word1", "word2", "word3", "word4", "word5", "word0", "word1", "word2", "word3"],
+    ]
+    assert shown[1].index("word0", 1) == 40
+    assert [line.split() for line in shown[2:]] == [["word6", "word7"]]
+    assert live[:3] == shown[:3]
+    assert live[3].split() == ["9", "tok/s", "9", "tok/s"]
+
+
+def test_of_long_answers_the_newest_rows_are_shown_until_they_are_whole():
+    live, shown = beside(80, 12, words=400, status="9 tok/s")
+    assert len(live) == 10
+    assert "word399" in live[-2]
+    assert "word0 " not in "".join(live)
+    assert sum(line.count("word") for line in shown) == 600
+    assert max(map(len, shown)) <= 80
 
 
 def test_as_json(run, fake):
