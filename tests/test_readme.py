@@ -15,6 +15,7 @@ from dflash_mlx import errors
 from dflash_mlx.cli.app import app
 from dflash_mlx.decoding.stats import Acceptance
 from dflash_mlx.pair import ModelPair
+from dflash_mlx.targets.loading import load_target
 
 ROOT = Path(__file__).parent.parent
 PATHS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -240,6 +241,9 @@ def test_the_python_examples_run(
 ) -> None:
     """One after another, as in a session of a reader."""
     monkeypatch.setattr("dflash_mlx.loading.load_pair", lambda name: demo_pair)
+    # Quantized products take minutes on a CPU.
+    tokenizer = demo_pair.tokenizer
+    monkeypatch.setattr("mlx_lm.load", lambda name: (load_target(Path(name), dtype="float32")[0].model, tokenizer))
     first, *more = blocks("python", API)
     names: dict[str, Any] = {}
     exec(compile(first, "docs/python-api.md", "exec"), names)

@@ -28,6 +28,8 @@ _PROMPT_TOKENS = 64
 # stalls; a GPU stalls at first, while it compiles.
 _WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 40
 _SECONDS_A_WIDTH = 0.2
+# A round that takes this long is nothing that a stall would change much: one to warm up and one are enough.
+_LONG_ROUND = 0.5
 # A round this much slower than a wider one was disturbed.
 _DISTURBED = 1.25
 # Measuring stops after about this long; widths not reached are interpolated.
@@ -161,11 +163,13 @@ def _round_seconds(target: Target, drafter: Drafter, policy: FixedWidth) -> floa
         now = time.perf_counter()
         times.append(now - last)
         last = now
+        if min(times) > _LONG_ROUND and len(times) > 1:
+            break
         timed = times[_WARM_UP_ROUNDS:]
         if len(timed) >= _TIMED_ROUNDS and len(timed) * min(timed) > _SECONDS_A_WIDTH:
             break
     steps.close()
-    return statistics.median(times[_WARM_UP_ROUNDS:])
+    return statistics.median(times[_WARM_UP_ROUNDS:] or times[1:])
 
 
 def _draft_seconds(target: Target, drafter: Drafter, width: int) -> float:
