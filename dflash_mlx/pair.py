@@ -17,9 +17,10 @@ from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.drafters.denoising import DFlashConfig
 from dflash_mlx.drafters.loading import in_steps
 from dflash_mlx.errors import UsageError
-from dflash_mlx.policy.costs import load_or_measure
+from dflash_mlx.policy.costs import load_or_measure, stored_name
 from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth
 from dflash_mlx.policy.group_costs import load_or_measure_group
+from dflash_mlx.policy.stored import forget
 from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, choose_policy
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target
@@ -94,8 +95,17 @@ class ModelPair:
         return copy.deepcopy(self._experience)
 
     def learn(self, experience: Experience) -> None:
-        """Let the next answers begin with what an answer has learnt, now that it is finished."""
+        """Let the next answers begin with what an answer has learnt, now that it is finished.
+
+        Costs that were measured beside other programs, as its rounds have shown, are measured again at the next start.
+        """
         self._experience = self._experience.merged(experience)
+        if self.drafter is not None and self._costs is not None and experience.costs and experience.costs.too_high:
+            forget(stored_name(self.target, self.drafter.rehearsal(), **self._measured_as))
+
+    @property
+    def _measured_as(self) -> dict[str, Any]:
+        return {"block_size": self.block_size, "folders": self.folders, "dtype": self.dtype}
 
     def width_policy(
         self, width: int | None = None, *, tree: bool = False, experience: Experience | None = None
@@ -150,14 +160,7 @@ class ModelPair:
         """Seconds a round takes by width on this machine; measured the first time, then remembered on disk."""
         assert self.drafter is not None
         if self._costs is None:
-            self._costs = load_or_measure(
-                self.target,
-                self.drafter.rehearsal(),
-                block_size=self.block_size,
-                folders=self.folders,
-                dtype=self.dtype,
-                report=report,
-            )
+            self._costs = load_or_measure(self.target, self.drafter.rehearsal(), report=report, **self._measured_as)
         return self._costs
 
 

@@ -20,8 +20,10 @@ from dflash_mlx.hub.registry import ModelSource, find_pair
 from dflash_mlx.hub.resolve import TargetFacts
 from dflash_mlx.loading import load_pair
 from dflash_mlx.pair import ModelPair
+from dflash_mlx.policy.costs import stored_name
 from dflash_mlx.policy.group import GroupCosts
 from dflash_mlx.policy.reading import ReadingTimes
+from dflash_mlx.policy.stored import store
 from dflash_mlx.policy.trees_or_chains import PairCosts
 from dflash_mlx.policy.width import RoundCosts
 from dflash_mlx.sampling import SamplingParams
@@ -274,6 +276,22 @@ def test_answers_side_by_side_learn_apart():
     before = speeds(pair.width_policy())
     pair.learn(experience)
     assert speeds(pair.width_policy())[1] > before[1]
+
+
+@pytest.mark.parametrize(("share", "forgotten"), [(1.0, False), (0.95, False), (0.6, True)])
+def test_costs_that_were_measured_beside_other_programs_are_forgotten(share, forgotten, tmp_path, monkeypatch):
+    """share: of the measured time that rounds take."""
+    monkeypatch.setenv("DFLASH_MLX_HOME", str(tmp_path))
+    pair = make_pair()
+    pair._costs = PairCosts(RoundCosts({0: 1.0, 1: 1.1, 7: 1.3}, {1: 0.1, 7: 0.1}, steep=False))
+    name = stored_name(pair.target, pair.drafter, block_size=8, folders=(), dtype=mx.float32)
+    store(name, {})
+    experience = pair.new_experience()
+    policy = pair.width_policy(experience=experience)
+    for _ in range(60):
+        policy.observe(Observation(3, 3, 1, seconds=share * pair._costs.chains.round(3)))
+    pair.learn(experience)
+    assert (tmp_path / f"{name}.json").exists() != forgotten
 
 
 PROMPTS = [[3, 5], [9], [3, 5, 7, 11, 2], [8] * 12, [1, 2]]

@@ -28,7 +28,7 @@ _PROMPT_TOKENS = 64
 # stalls; a GPU stalls at first, while it compiles.
 _WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 40
 _SECONDS_A_WIDTH = 0.2
-# A round that takes this long is nothing that a stall would change much: one to warm up and one are enough.
+# One round that takes this long is enough: other work changes it little.
 _LONG_ROUND = 0.5
 # A round this much slower than a wider one was disturbed.
 _DISTURBED = 1.25
@@ -46,8 +46,7 @@ def load_or_measure(
     report: Callable[[str, float | None], None] | None = None,
 ) -> PairCosts:
     """The costs of a round, from disk when this pair was measured on this machine before."""
-    settings = _SCHEMA, drafter.method, block_size, dtype, *target.ways
-    name = f"round-costs/{fingerprint(folders, *settings)}"
+    name = stored_name(target, drafter, block_size=block_size, folders=folders, dtype=dtype)
     try:
         stored = read_json(name)
         return PairCosts(_from_json(stored["chains"]), _from_json(stored["trees"]) if stored["trees"] else None)
@@ -63,6 +62,14 @@ def load_or_measure(
     if good:
         store(name, {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None})
     return costs
+
+
+def stored_name(
+    target: Target, drafter: Drafter, *, block_size: int, folders: tuple[Path, ...], dtype: mx.Dtype
+) -> str:
+    """Under which a pair's costs are remembered."""
+    settings = _SCHEMA, drafter.method, block_size, dtype, *target.ways
+    return f"round-costs/{fingerprint(folders, *settings)}"
 
 
 def least(first: PairCosts, second: PairCosts) -> PairCosts:
@@ -163,13 +170,13 @@ def _round_seconds(target: Target, drafter: Drafter, policy: FixedWidth) -> floa
         now = time.perf_counter()
         times.append(now - last)
         last = now
-        if min(times) > _LONG_ROUND and len(times) > 1:
-            break
         timed = times[_WARM_UP_ROUNDS:]
+        if timed and min(timed) > _LONG_ROUND:
+            break
         if len(timed) >= _TIMED_ROUNDS and len(timed) * min(timed) > _SECONDS_A_WIDTH:
             break
     steps.close()
-    return statistics.median(times[_WARM_UP_ROUNDS:] or times[1:])
+    return statistics.median(times[_WARM_UP_ROUNDS:])
 
 
 def _draft_seconds(target: Target, drafter: Drafter, width: int) -> float:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def read_stored(name: str, keys: Sequence[str]) -> dict[str, dict[int, float]] |
 def read_json(name: str) -> Any:
     """What was stored as `name`. Raises OSError and ValueError."""
     return json.loads(_path(name).read_text(encoding="utf-8"))
+
+
+def forget(name: str) -> None:
+    """Let it be measured again the next time."""
+    with suppress(OSError):  # a cache folder that cannot be written to
+        _path(name).unlink(missing_ok=True)
 
 
 def store(name: str, value: Mapping[str, Any]) -> None:

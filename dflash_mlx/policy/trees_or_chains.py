@@ -34,6 +34,11 @@ class PairCosts:
     chains: RoundCosts
     trees: RoundCosts | None = None
 
+    @property
+    def too_high(self) -> bool:
+        """Whether rounds of an answer took clearly less than was measured."""
+        return self.chains.too_high or (self.trees is not None and self.trees.too_high)
+
 
 @dataclass
 class Experience:
@@ -43,6 +48,7 @@ class Experience:
     lead: how many times as fast as chains trees were when last compared, None before.
     gained, promised: tokens of rounds of trees, by the outcome and by the drafter's probabilities, decayed sums. The
     demo pair's gain an eighth more than promised: where the first guess is right, the next is likelier to be.
+    costs: by which an answer chose, and what they became.
     """
 
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
@@ -54,6 +60,7 @@ class Experience:
     lead: float | None = None
     gained: float = _PRIOR_TOKENS
     promised: float = _PRIOR_TOKENS
+    costs: PairCosts | None = None
 
     def merged(self, newest: "Experience") -> "Experience":
         """This and what a finished answer has learnt since, which counts as much as everything before."""
@@ -99,6 +106,7 @@ def choose_policy(
     by_confidence: chains go by the drafter's confidence even where width costs little, since it costs no wait.
     """
     experience = experience or Experience()
+    experience.costs = costs
     if costs.trees is None:
         if costs.chains.steep or by_confidence:
             return ConfidentWidth(costs.chains, places, experience.confidence, experience.patience)

@@ -61,6 +61,10 @@ class FixedWidth:
         return None
 
 
+# A share of the measured time that rounds only fall below if that was measured beside other programs.
+_TOO_HIGH = 0.85
+
+
 @dataclass
 class RoundCosts:
     """Seconds a round takes by width, and its draft's share by places; measured at some and interpolated between.
@@ -86,6 +90,11 @@ class RoundCosts:
         """Follow slow changes (a warm machine, a longer context); a single outlier counts little."""
         ratio = seconds / self.round(width, drafted=drafted)
         self._drift *= min(max(ratio, 0.5), 2.0) ** 0.05
+
+    @property
+    def too_high(self) -> bool:
+        """Whether rounds take clearly less than was measured: other programs were running then."""
+        return self._drift < _TOO_HIGH
 
     @property
     def plain(self) -> float:

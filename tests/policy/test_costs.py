@@ -151,7 +151,8 @@ def clock(monkeypatch, spans):
 @pytest.mark.parametrize(
     ("seconds", "timed"),
     [
-        (1.0, 3),  # slow ones: three
+        (1.0, 1),  # very slow ones: one
+        (0.4, 3),  # slow ones: three
         (0.0625, 4),  # quick ones: until a fifth of a second is full
         (0.001, 37),  # and 40 rounds in all at the most
     ],
