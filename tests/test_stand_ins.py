@@ -54,7 +54,7 @@ def test_half_of_the_layers_are_left(target, untaught):
     assert layers[0] == 2 * layers[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_has_learnt_keeps_more_drafts(target):
     """This target mostly says the same token after a token, which one can learn. Untaught drafters keep none."""
     out = target.parent / "taught"

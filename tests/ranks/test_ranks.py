@@ -219,7 +219,7 @@ def test_a_rank_that_waits_says_that_it_is_there_and_leaves_the_cores_to_others(
     assert found["processor"] < found["waited"] / 2
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("what", ["idle", "reading", "drafting"])
 def test_when_a_rank_dies_the_others_end(what, victim, folder, for_three):
     with ranks(3, *program("busy.py", what, for_three), folder=folder) as processes:
