@@ -140,12 +140,11 @@ class Answering:
                 news += [(answer, error) for answer in answers]
                 continue
             left = sum(answer.unread for answer in answers)
-            if before - left < _SMALLEST_CHUNK:
-                pass  # too little to learn from
-            elif new and left == 0:
-                self._arrival = _Arrival(before)
-            else:
-                self._times.observe(before - left, time.perf_counter() - started, whole=False)
+            if before - left >= _SMALLEST_CHUNK:
+                if new and left == 0:
+                    self._arrival = _Arrival(before)
+                else:
+                    self._times.observe(before - left, time.perf_counter() - started, whole=False)
             news += [(answer, (len(answer.session.tokens) - answer.cached_tokens, before)) for answer in answers]
         return news
 

@@ -56,11 +56,7 @@ class MlxLm:
         return "mlx-lm's generate_step, the same weights in the same process"
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Iterator[GenerationResponse]:
-        mx.reset_peak_memory()
-        tokens = encode(self.pair, prompt)
-        limit = fitting_max_tokens(self.pair, len(tokens), params.max_tokens)
-        if params.seed is not None:
-            mx.random.seed(params.seed)
+        tokens, limit = asked(self.pair, prompt, params)
         steps = generate_step(mx.array(tokens), self.pair.target.model, max_tokens=limit, sampler=_sampler(params))
         detokenizer = self.pair.tokenizer.detokenizer
         detokenizer.reset()
@@ -103,6 +99,15 @@ class MlxLm:
                     yield Arrival(numbers[response.uid], now, 1, response.finish_reason is not None)
         finally:
             generator.close()
+
+
+def asked(pair: ModelPair, prompt: Prompt, params: SamplingParams) -> tuple[list[int], int]:
+    """The prompt's tokens, and how many may follow, for a loop that is not this project's; MLX is made ready for it."""
+    mx.reset_peak_memory()
+    if params.seed is not None:
+        mx.random.seed(params.seed)
+    tokens = encode(pair, prompt)
+    return tokens, fitting_max_tokens(pair, len(tokens), params.max_tokens)
 
 
 def _sampler(params: SamplingParams):  # type: ignore[no-untyped-def]  # mlx-lm's own type

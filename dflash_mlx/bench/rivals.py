@@ -22,12 +22,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from dflash_mlx.answer import fitting_max_tokens
+from dflash_mlx.bench.contestants import asked
 from dflash_mlx.decoding.stats import Acceptance
 from dflash_mlx.drafters.checkpoint import load_drafter, read_checkpoint
 from dflash_mlx.drafters.convert import public_names, zlab_config
 from dflash_mlx.errors import UsageError
-from dflash_mlx.generation import GenerationResponse, Prompt, encode
+from dflash_mlx.generation import GenerationResponse, Prompt
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.loading import load_target
@@ -41,8 +41,8 @@ class Models(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfficialLoop:
-    """The MLX loop of the package `dflash`."""
+class Rival:
+    """A package's loop and its models; pair: whose prompts and tokenizer it is given."""
 
     name: str
     words: str
@@ -50,8 +50,12 @@ class OfficialLoop:
     models: Models
     package: ModuleType
 
+
+class OfficialLoop(Rival):
+    """The MLX loop of the package `dflash`."""
+
     def answer(self, prompt: Prompt, params: SamplingParams) -> Iterator[GenerationResponse]:
-        tokens, limit = _asked(self.pair, prompt, params)
+        tokens, limit = asked(self.pair, prompt, params)
         acceptance, count = Acceptance(), 0
         block = int(self.models.drafter.config.block_size)
         pieces = self.package.stream_generate(
@@ -65,14 +69,12 @@ class OfficialLoop:
             top_k=params.top_k,
         )
         for piece in pieces:
-            places = min(block, limit - count + 1) - 1
+            # None where nothing was drafted; otherwise it counts the target's own token, too.
+            drafted = piece.accepted is not None
+            places = min(block, limit - count + 1) - 1 if drafted else 0
+            kept = max(0, piece.accepted - 1) if drafted else 0
             count += len(piece.tokens)
-            if piece.accepted is None:
-                acceptance.record(width=0, depth=0, num_accepted=0, tokens=len(piece.tokens))
-            else:
-                # `accepted` counts the target's own token, too.
-                kept = max(0, piece.accepted - 1)
-                acceptance.record(width=places, depth=places, num_accepted=kept, tokens=len(piece.tokens))
+            acceptance.record(width=places, depth=places, num_accepted=kept, tokens=len(piece.tokens))
             yield GenerationResponse(
                 text=piece.text,
                 token_ids=list(piece.tokens),
@@ -81,25 +83,18 @@ class OfficialLoop:
                 generation_tokens=count,
                 peak_memory_gb=mx.get_peak_memory() / 1e9,
                 acceptance=acceptance,
-                width=places if piece.accepted is not None else 0,
-                depth=places if piece.accepted is not None else 0,
-                num_accepted=max(0, (piece.accepted or 0) - 1),
+                width=places,
+                depth=places,
+                num_accepted=kept,
                 finish_reason=piece.finish_reason,
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dspark:
+class Dspark(Rival):
     """mlx-dspark's loop for DFlash drafters. It calls back instead of yielding, so it runs in a thread of its own."""
 
-    name: str
-    words: str
-    pair: ModelPair
-    models: Models
-    package: ModuleType
-
     def answer(self, prompt: Prompt, params: SamplingParams) -> Iterator[GenerationResponse]:
-        tokens, limit = _asked(self.pair, prompt, params)
+        tokens, limit = asked(self.pair, prompt, params)
         told: queue.Queue[Any] = queue.Queue()
         acceptance = Acceptance()
 
@@ -144,15 +139,6 @@ class Dspark:
         )
 
 
-def _asked(pair: ModelPair, prompt: Prompt, params: SamplingParams) -> tuple[list[int], int]:
-    """The prompt's tokens, and how many may follow."""
-    mx.reset_peak_memory()
-    if params.seed is not None:
-        mx.random.seed(params.seed)
-    tokens = encode(pair, prompt)
-    return tokens, fitting_max_tokens(pair, len(tokens), params.max_tokens)
-
-
 # Their modules. What `dflash` depends on is much, pinned, and not needed for its loop.
 RIVALS = {"dflash": "dflash.model_mlx", "mlx-dspark": "mlx_dspark"}
 _INSTALL = {"dflash": "pip install --no-deps dflash", "mlx-dspark": "pip install mlx-dspark"}
@@ -173,7 +159,7 @@ def open_rival(package: str, pair: ModelPair) -> OfficialLoop | Dspark:
             f"this one: {_INSTALL[package]}"
         ) from error
     words = f"the package {package} {version} with models of its own"
-    target = load_target(pair.folders[0], dtype=_dtype(pair))[0].model
+    target = load_target(pair.folders[0], dtype=str(pair.dtype).removeprefix("mlx.core."))[0].model
     with tempfile.TemporaryDirectory() as folder:
         _write_drafter(pair, Path(folder))
         if package == "dflash":
@@ -185,10 +171,6 @@ def open_rival(package: str, pair: ModelPair) -> OfficialLoop | Dspark:
     models = Models(importlib.import_module("mlx_dspark.target").Target(target, pair.tokenizer), drafter)
     module = importlib.import_module("mlx_dspark.generate")
     return Dspark(name=package, words=words, pair=pair, models=models, package=module)
-
-
-def _dtype(pair: ModelPair) -> str:
-    return str(pair.dtype).removeprefix("mlx.core.")
 
 
 def _write_drafter(pair: ModelPair, folder: Path) -> None:
