@@ -49,6 +49,7 @@ class ModelPair:
     checks: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # what the user should know about the models
     _costs: PairCosts | None = field(default=None, init=False)
+    _costs_forgotten: bool = field(default=False, init=False)  # on disk, where newer ones may be by now
     _group_costs: dict[int, GroupCosts] = field(default_factory=dict, init=False)
     _group_policies: dict[int, GroupWidth] = field(default_factory=dict, init=False)
     _experience: Experience = field(default_factory=Experience, init=False)
@@ -100,7 +101,9 @@ class ModelPair:
         Costs that were measured beside other programs, as its rounds have shown, are measured again at the next start.
         """
         self._experience = self._experience.merged(experience)
-        if self.drafter is not None and self._costs is not None and experience.costs and experience.costs.too_high:
+        spoilt = experience.costs is not None and experience.costs.too_high
+        if spoilt and self.drafter is not None and self._costs is not None and not self._costs_forgotten:
+            self._costs_forgotten = True
             forget(stored_name(self.target, self.drafter.rehearsal(), **self._measured_as))
 
     @property

@@ -292,6 +292,10 @@ def test_costs_that_were_measured_beside_other_programs_are_forgotten(share, for
         policy.observe(Observation(3, 3, 1, seconds=share * pair._costs.chains.round(3)))
     pair.learn(experience)
     assert (tmp_path / f"{name}.json").exists() != forgotten
+    # What another process has measured since then stays.
+    store(name, {})
+    pair.learn(experience)
+    assert (tmp_path / f"{name}.json").exists()
 
 
 PROMPTS = [[3, 5], [9], [3, 5, 7, 11, 2], [8] * 12, [1, 2]]
