@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.decoding.batch import open_caches
+from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import propose
 from dflash_mlx.drafters.contract import Drafter, DraftVocabulary, Nobody
@@ -215,7 +216,7 @@ def _check_blocks(target: Target, drafter: Drafter, prompt: mx.array, block: mx.
 
     state = drafter.open(target, session.draft_cache, length)
     places = min(_BLOCK - 1, drafter.places)
-    drafted = propose([None], state, places, anchors=block[:, 0], at=at, room=length + _BLOCK)
+    drafted = propose([None], state, Choice(places), anchors=block[:, 0], at=at, room=length + _BLOCK)
     if drafted.logits is not None and not mx.all(mx.isfinite(drafted.logits)).item():
         raise PairError(f"the drafter's logits are not finite; {_next_step('drafter', dtype)}.")
     return ["a block forward equals token by token, and rejected tokens leave the cache", "drafts are finite"]

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.bench.record import Round
+from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.steps import propose
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.targets.target import weight_bytes
@@ -60,7 +61,7 @@ def draft_ms(pair: ModelPair, places: int) -> float:
     state = pair.drafter.open(pair.target, session.draft_cache, _CONTEXT)
     anchors, at = mx.array([0]), mx.array([_CONTEXT])
     room = _CONTEXT + places + 1
-    return _shortest_ms(lambda: propose([None], state, places, anchors=anchors, at=at, room=room).tokens)
+    return _shortest_ms(lambda: propose([None], state, Choice(places), anchors=anchors, at=at, room=room).tokens)
 
 
 def pass_ms(pair: ModelPair, rows: int) -> float:

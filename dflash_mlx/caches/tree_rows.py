@@ -32,22 +32,23 @@ def find_ropes(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def branched(ropes: Sequence[nn.Module], rows: Rows, depths: mx.array, visible: mx.array) -> Iterator[None]:
-    """For one forward over a tree, (1, N + 1) tokens, the anchor first, of the model with these `find_ropes`.
+    """For one forward over the rows of a tree, (1, R) tokens, the root first, of the model with these `find_ropes`.
 
-    depths: of each of the tree's rows, (N + 1,), counted from the anchor; visible: which of them each one sees, boolean
-    (N + 1, N + 1). Their keys and values are written after the length in this order; `keep_path` then writes one path
-    there.
+    depths: of all rows of the tree so far, (S,), counted from the root; visible: which of them each one of the newest R
+    sees, boolean (R, S). R is S unless earlier forwards were fed the others. Their keys and values are written after
+    the length in this order; `keep_path` then writes one path there.
     """
     assert rows.count == 1
-    lengths = rows.lengths
+    lengths, (count, so_far) = rows.lengths, visible.shape
+    start = lengths.value - (so_far - count)
     # Of each position, which row of the tree it is: below 0 for the context.
-    row = mx.arange(lengths.seen) - lengths.value
-    index = mx.clip(row, 0, depths.size - 1)
+    row = mx.arange(lengths.seen) - start
+    index = mx.clip(row, 0, so_far - 1)
     own = mx.take(visible, index, axis=1)
-    mask = mx.where(row < 0, True, own & (row < depths.size))
-    own_positions = lengths.value + depths
-    positions = mx.where(row < 0, mx.arange(lengths.seen), own_positions[index])
-    lengths.tree = own_positions, mask, positions
+    mask = mx.where(row < 0, True, own & (row < so_far))
+    row_positions = start + depths
+    positions = mx.where(row < 0, mx.arange(lengths.seen), row_positions[index])
+    lengths.tree = row_positions[so_far - count :], mask, positions
     try:
         with subclassed(ropes, _by_row):
             yield

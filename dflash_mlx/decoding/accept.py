@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.decoding.tree import DraftTree, walk
-from dflash_mlx.drafters.contract import DraftVocabulary, Proposal, best_tokens
+from dflash_mlx.drafters.contract import DraftVocabulary, Proposal, TreeChooser, best_tokens
 from dflash_mlx.sampling import SamplingParams, sampling_scores
 
 
@@ -104,11 +104,8 @@ class Strategy(Protocol):
         """Judge the drafts by the target's logits for the anchor and each draft, (W + 1, V)."""
 
 
-class TreeStrategy(Strategy, Protocol):
+class TreeStrategy(Strategy, TreeChooser, Protocol):
     """A strategy by which every token is the target's own choice, so that it can be found in a tree."""
-
-    def preferences(self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None) -> mx.array:
-        """Scores (W, n) for a tree: by them the target would choose if its logits were the drafter's, (W, n)."""
 
     def choose(self, logits: mx.array, position: int | mx.array, tree: DraftTree) -> mx.array:
         """The target's own token at each row of logits (N + 1, V), (N + 1,); `position` is that after the anchor's."""

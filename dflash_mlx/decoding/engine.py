@@ -147,7 +147,7 @@ class Engine:
         batch = self._batch
         assert batch.state is not None
         room = max(batch.bounds) + 1 + choice.places
-        drafted = propose(batch.rows, batch.state, choice.places, anchors=batch.anchors, at=batch.at, room=room)
+        drafted = propose(batch.rows, batch.state, choice, anchors=batch.anchors, at=batch.at, room=room)
         chances = consider(batch.rows, drafted, batch.state.vocabulary, batch.at, choice)
         return Drafts(drafted.tokens, drafted.proposals, chances=chances)
 

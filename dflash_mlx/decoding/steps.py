@@ -16,8 +16,9 @@ from dflash_mlx.decoding.constraint import Bits, mask_rows
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.logprobs import TokenLogprob, pack_logprobs, unpack_logprobs
 from dflash_mlx.decoding.policies import Choice, Forecast
-from dflash_mlx.decoding.tree import BRANCHES, DraftTree, Likeliest, Ranking, likeliest, rank
+from dflash_mlx.decoding.tree import DraftTree, Likeliest, LikeliestGrown, likeliest, likeliest_grown
 from dflash_mlx.drafters.contract import Drafted, DraftState, DraftVocabulary, Nobody, Proposal
+from dflash_mlx.drafters.ranking import BRANCHES, Ranking, rank
 from dflash_mlx.sampling import LogitsProcessor
 
 Lanes = Sequence[Lane | None]
@@ -31,13 +32,13 @@ class Chances:
     """
 
     best: mx.array
-    likeliest: Likeliest | None = None
+    likeliest: Likeliest | LikeliestGrown | None = None
     scale: float = 1.0
 
     @property
     def branched(self) -> bool:
         """Whether there are several tokens for a place."""
-        return self.likeliest is not None and self.likeliest.ranking.token_ids.shape[1] > 1
+        return self.likeliest is not None and self.likeliest.branched
 
     @cached_property
     def packed(self) -> mx.array:
@@ -137,10 +138,10 @@ class Verdict:
         return [self.outcome.packed, *self.logprobs.values()]
 
 
-def propose(lanes: Lanes, state: DraftState, places: int, *, anchors: mx.array, at: mx.array, room: int) -> Drafted:
-    """Draft `places` tokens after the anchors (B,), which are at the positions `at` (B,)."""
+def propose(lanes: Lanes, state: DraftState, choice: Choice, *, anchors: mx.array, at: mx.array, room: int) -> Drafted:
+    """Draft what was chosen after the anchors (B,), which are at the positions `at` (B,)."""
     writers = [Nobody() if lane is None else lane for lane in lanes]
-    return state.propose(writers, anchors, at, places, room=room)
+    return state.propose(writers, anchors, at, choice.places, room=room, tree=choice.tree > 0)
 
 
 def consider(
@@ -153,6 +154,9 @@ def consider(
     if choice.tree:
         [lane] = lanes
         assert lane is not None
+        if drafted.grown is not None:
+            grown = likeliest_grown(drafted.grown, choice.tree, scale=choice.scale)
+            return Chances(mx.exp(drafted.confidence), grown, choice.scale)
         if drafted.logits is None:
             # One token a place, so that the tree is a chain.
             assert drafted.log_probs is not None

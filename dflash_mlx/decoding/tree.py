@@ -1,9 +1,10 @@
 """A tree of drafts: several ways the text may go on, judged in one forward (DDTree, arXiv 2604.12989, section 4).
 
-A drafter says of each place after the anchor how likely each token is there, whatever comes before it. A path's chance
-is the product of its tokens' probabilities, and the sum of the paths' chances is the number of drafts that the target
-can be expected to keep. So the likeliest paths make the best tree. They are found on the device, and the host reads
-their chances only where it chooses by them.
+A path's chance is the product of its tokens' probabilities, and the sum of the paths' chances is the number of drafts
+that the target can be expected to keep. So the likeliest paths make the best tree. Some drafters say of each place
+after the anchor how likely each token is there, whatever comes before it: the likeliest of all paths are found then
+(`likeliest`). Others read each path that they continue: the likeliest of those that were grown are taken
+(`likeliest_grown`). Both is done on the device, and the host reads the chances only where it chooses by them.
 
 Rows of a round: row 0 is the anchor, row i the draft i - 1 of the tree. A row comes after its parent's.
 """
@@ -15,33 +16,11 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.sampling import best_columns
+from dflash_mlx.drafters.growing import Grown
+from dflash_mlx.drafters.ranking import Ranking
 
-# Tokens considered at each place. With 48 instead, a tree of 31 drafts of the demo pair gains 3.67 tokens a round and
-# not 3.65 (built-in prompts, replayed).
-BRANCHES = 8
 # A path is always likelier than what continues it: no probability counts as more than this, or as less than e^-30.
 SUREST, _LEAST = 0.995, -30.0
-
-
-@dataclass
-class Ranking:
-    """Candidates for W places on the device: token_ids and log_probs, (W, K), the likeliest first."""
-
-    token_ids: mx.array
-    log_probs: mx.array
-
-
-def rank(scores: mx.array, count: int, token_ids: mx.array | None = None) -> Ranking:
-    """The `count` likeliest tokens by scores (W, V), or (W, n) of the n tokens `token_ids`."""
-    # Tokens that a filter has removed are the last choice, but stay numbers.
-    scores = mx.maximum(scores.astype(mx.float32), -1e30)
-    columns = best_columns(scores, min(count, scores.shape[1]))
-    best = mx.take_along_axis(scores, columns, axis=-1)
-    order = mx.argsort(-best, axis=-1)
-    columns = mx.take_along_axis(columns, order, axis=-1)
-    log_probs = mx.take_along_axis(best, order, axis=-1) - mx.logsumexp(scores, axis=-1, keepdims=True)
-    return Ranking(columns if token_ids is None else token_ids[columns], log_probs)
 
 
 class Paths(NamedTuple):
@@ -109,6 +88,11 @@ class Likeliest:
     def size(self) -> int:
         return int(self.chances.shape[0])
 
+    @property
+    def branched(self) -> bool:
+        """Whether there are several tokens for a place."""
+        return int(self.ranking.token_ids.shape[1]) > 1
+
     def tree(self, size: int) -> "DraftTree":
         """The tree of the `size` likeliest of them."""
         size = min(size, self.size)
@@ -134,13 +118,50 @@ def likeliest(ranking: Ranking, size: int, *, scale: float = 1.0) -> Likeliest:
     return Likeliest(ranking, paths, found, mx.exp(sums[found[1:]]))
 
 
+@dataclass
+class LikeliestGrown:
+    """The N likeliest drafts of those that were grown, on the device. found: (N,), which they are, the likeliest first;
+    chances: (N,), falling."""
+
+    grown: Grown
+    found: mx.array
+    chances: mx.array
+    branched = True
+
+    @property
+    def size(self) -> int:
+        return int(self.chances.shape[0])
+
+    def tree(self, size: int) -> "DraftTree":
+        """The tree of the `size` likeliest of them."""
+        size = min(size, self.size)
+        # Grown place by place, so that a parent has a lower index.
+        found = mx.sort(self.found[:size])
+        paths = self.grown.paths[found]
+        visible = mx.pad((paths[:, :, None] == found).any(axis=1), [(1, 0), (1, 0)])
+        visible = visible | (mx.arange(size + 1) == 0)
+        depths = mx.pad((paths < self.grown.size).sum(axis=1), (1, 0))
+        tokens, probabilities = self.grown.token_ids[found], mx.exp(self.grown.log_probs[found])
+        return DraftTree(tokens.astype(mx.uint32), probabilities, depths, visible, min(size, paths.shape[1]))
+
+
+def likeliest_grown(grown: Grown, size: int, *, scale: float = 1.0) -> LikeliestGrown:
+    """See `likeliest`."""
+    size = min(size, grown.size)
+    log_probs = mx.clip(grown.log_probs + float(np.log(scale)), _LEAST, float(np.log(SUREST)))
+    sums = mx.pad(log_probs, (0, 1))[grown.paths].sum(axis=1)
+    found = mx.argpartition(-sums, size - 1)[:size]
+    found = found[mx.argsort(-sums[found])]
+    return LikeliestGrown(grown, found, mx.exp(sums[found]))
+
+
 @dataclass(frozen=True)
 class DraftTree:
     """N drafts on the device, none of them more than `depth` places after the anchor.
 
     tokens: (N,), and the drafter's probability of each at its place. depths: (N + 1,), of each row, the anchor's 0
     included; visible: boolean (N + 1, N + 1), which rows each row continues, itself included. A parent comes before its
-    children, and the likeliest path comes first.
+    children.
     """
 
     tokens: mx.array

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash_mlx.drafters.growing import Grown
 from dflash_mlx.targets.target import Target
 
 
@@ -68,13 +69,15 @@ class Drafted:
     """Drafts of B answers: tokens (B, W) after each anchor, and what the drafter thinks of them.
 
     logits: (B, W, V), or (B, W, n) when it has a vocabulary of its own. log_probs: (B, W), where it has no logits and
-    only holds its drafts so likely. proposals: of each answer, where tokens are not just the best ones.
+    only holds its drafts so likely. proposals: of each answer, where tokens are not just the best ones. grown: what a
+    tree of a single answer is to be chosen from, where that is not the logits; `tokens` are then no path.
     """
 
     tokens: mx.array
     logits: mx.array | None = None
     log_probs: mx.array | None = None
     proposals: list[Proposal] | None = None
+    grown: Grown | None = None
 
     @property
     def confidence(self) -> mx.array:
@@ -90,6 +93,13 @@ class Chooser(Protocol):
 
     def propose(self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None) -> Proposal:
         """Draft from logits (W, V), or (W, n) of a `vocabulary`; `position` is the first token's."""
+
+
+class TreeChooser(Chooser, Protocol):
+    """The same for an answer whose drafts may be a tree (`decoding.accept.TreeStrategy`)."""
+
+    def preferences(self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None) -> mx.array:
+        """Scores (W, n): by them the target would choose if its logits were the drafter's, (W, n)."""
 
 
 class Writer(Protocol):
@@ -161,7 +171,10 @@ class Drafter(Protocol):
 
     @property
     def supports_trees(self) -> bool:
-        """Whether what it says of a place is the same whatever is chosen at the places before."""
+        """Whether its drafts may be a tree.
+
+        Either what it says of a place is the same whatever is chosen at the places before, or it grows trees itself.
+        """
 
     @property
     def allows_rejection(self) -> bool:
@@ -220,10 +233,12 @@ class DraftState(Protocol):
     def settle(self, at: mx.array) -> None:
         """Work off everything that came before the positions `at` (B,), which are those of the anchors."""
 
-    def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
+    def propose(
+        self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False
+    ) -> Drafted:
         """Draft `places` tokens after each of the anchors (B,), which are at the positions `at` (B,).
 
-        writers: one for each row.
+        writers: one for each row. tree: of the only row a tree is wanted, within so many places; a chain is one, too.
         """
 
     def withdraw(self) -> None:

@@ -65,7 +65,9 @@ class DFlashState(RowState):
     def settle(self, at: mx.array) -> None:
         self.absorb()
 
-    def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
+    def propose(
+        self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False
+    ) -> Drafted:
         if self.drafter.drafting.diffusion_steps > 1:
             return self._propose_in_steps(writers, anchors, at, places, room=room)
         logits, hidden = self.draft(anchors, at, self._masks(anchors, places), room=room)

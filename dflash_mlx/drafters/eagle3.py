@@ -1,7 +1,7 @@
 """The EAGLE-3 drafter (arXiv 2503.01840, section 3): one layer over the target's features and the tokens after them.
 
 It reads three layers of the target, mixed into one feature of a position, together with the embedding of the next
-token. While it drafts, what it computed at a place stands for that place's feature. Here it drafts a chain.
+token. While it drafts, what it computed at a place stands for that place's feature. Trees are grown (`growing.py`).
 """
 
 from collections.abc import Sequence
@@ -122,6 +122,7 @@ class Eagle3Drafter(StepwiseDrafter):
     """See `StepwiseDrafter`. What is said of a position is the layer's output, not normalized."""
 
     method = "eagle3"
+    supports_trees = True
 
     def __init__(self, config: Eagle3Config, network: Eagle3Network, *, places: int = PLACES) -> None:
         super().__init__(network, places=places)

@@ -126,7 +126,9 @@ class MedusaState(RowState):
     def settle(self, at: mx.array) -> None:
         """Nothing waits."""
 
-    def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
+    def propose(
+        self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False
+    ) -> Drafted:
         self.rows.lengths.value = at
         [logits] = self._passes.draft(self.rows, mx.arange(places))
         if all(writer.is_plain_greedy for writer in writers):

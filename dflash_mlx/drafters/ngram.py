@@ -141,7 +141,9 @@ class NgramState:
         drafts = self._always or any(self.lookup(writer).chance() >= _LEAST for writer in writers)
         return Outlook.HOST if drafts else Outlook.NOTHING
 
-    def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
+    def propose(
+        self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False
+    ) -> Drafted:
         tokens = np.zeros((len(writers), places), dtype=np.uint32)
         log_probs = np.full((len(writers), places), 0.0 if self._always else _NEVER, dtype=np.float32)
         for row, writer in enumerate(writers):

@@ -13,7 +13,7 @@ nothing waits in a queue, and what is kept of a conversation, in whatever way it
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +21,10 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, choose_tokens
+from dflash_mlx.caches.tree_rows import branched, find_ropes
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, TreeChooser, Writer, choose_tokens
+from dflash_mlx.drafters.growing import grow
+from dflash_mlx.drafters.ranking import BRANCHES, Ranking, rank
 from dflash_mlx.drafters.row_state import RowState
 from dflash_mlx.targets.target import Target
 
@@ -33,7 +36,8 @@ class StepwiseDrafter(ABC):
     """See `contract.Drafter`. What differs between the kinds is the network: how it reads entries and what it says."""
 
     method: str
-    # A place depends on the tokens chosen before it: so there is one chain, and its confidence depends on draws.
+    # A place depends on the tokens chosen before it: so there is one chain, unless the network takes a tree's rows, and
+    # its confidence depends on draws.
     supports_trees = False
     allows_rejection = False
     drafts_on_host = False
@@ -157,13 +161,19 @@ class StepwiseState(RowState):
         self._read_missing(self._right_before(at))
         self._begin_settled()
 
-    def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
+    def propose(
+        self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False
+    ) -> Drafted:
         assert places <= self.drafter.places
-        self._reserve(room)
+        tree = tree and self.drafter.supports_trees
+        self._reserve(room + (BRANCHES * places if tree else 0))
         own = at - self.drafter.shift
         columns = mx.arange(max(self._missing, 0) + 1)
         self.rows.lengths.value = mx.maximum(self._right_before(at), 0)
         hidden, logits = self._passes.catch_up(self.rows, columns, anchors.astype(mx.uint32), at)
+        if tree:
+            [writer] = writers
+            return self._grow(writer, hidden, logits, at, places)
         tokens, all_logits = [self._choose(writers, logits, at + 1)], [logits]
         for place in range(1, places):
             self.rows.lengths.value = own + place
@@ -173,6 +183,33 @@ class StepwiseState(RowState):
         # Without features its own drafts are read as the answer's tokens would be.
         self._right, self._missing, self._drafted = own, 0, 1 if self.drafter.shift else places
         return Drafted(mx.stack(tokens, axis=1), mx.concatenate(all_logits, axis=1))
+
+    def _grow(self, writer: Writer, hidden: mx.array, logits: mx.array, at: mx.array, places: int) -> Drafted:
+        """A tree of one row, by what is said of its anchor: hidden (1, 1, N) and logits (1, 1, n)."""
+        own, said = at - self.drafter.shift, hidden
+
+        def follow(tokens: mx.array, parents: mx.array, visible: mx.array) -> Ranking:
+            nonlocal said
+            count, read = visible.shape
+            # Written after the anchor, in the order in which they are read.
+            self.rows.lengths.value = own + 1 + read - count
+            depths = mx.arange(read) // count
+            said, logits = self._passes.branch(self.rows, tokens[None], said[:, parents], depths, visible)
+            return self._ranked(writer, logits[0], at + 1 + read // count)
+
+        grown = grow(self._ranked(writer, logits[0], at + 1), follow, places)
+        self._right, self._missing, self._drafted = own, 0, 1
+        best, log_probs = grown.token_ids[grown.best], grown.log_probs[grown.best]
+        return Drafted(best[None], log_probs=log_probs[None], grown=grown)
+
+    def _ranked(self, writer: Writer, logits: mx.array, position: mx.array) -> Ranking:
+        """The likeliest tokens of a writer at one position, by each of the rows of logits (K, n)."""
+        ids = self.vocabulary.token_ids if self.vocabulary else None
+        if not writer.is_plain_greedy:
+            chooser = cast(TreeChooser, writer.strategy)
+            rows = [chooser.preferences(row[None], position, self.vocabulary) for row in logits]
+            logits = mx.concatenate(rows)
+        return rank(logits, BRANCHES, ids)
 
     def withdraw(self) -> None:
         # The anchors' entries are right whatever comes after them.
@@ -212,8 +249,10 @@ class _Passes:
     def __init__(self, drafter: StepwiseDrafter, target: Target) -> None:
         self.drafter, self.target = drafter, target
         self.vocabulary = drafter.vocabulary(target)
-        self.note, self.read, self.catch_up, self.step = (
-            replayed(body, on=target.replays) for body in (self._note, self._read, self._catch_up, self._step)
+        self._ropes = find_ropes(drafter.networks[0]) if drafter.supports_trees else []
+        self.note, self.read, self.catch_up, self.step, self.branch = (
+            replayed(body, on=target.replays)
+            for body in (self._note, self._read, self._catch_up, self._step, self._branch)
         )
 
     def _note(self, rows: Rows, tokens: mx.array, features: mx.array | None = None) -> list[mx.array]:
@@ -244,6 +283,16 @@ class _Passes:
         """Feed the drafts (B, 1) with what was said at the place before, (B, 1, N). Returns the same as `_catch_up`."""
         said = self.drafter.feed(self.target, tokens, hidden, rows.layers[1:])
         return [said, self.drafter.logits(self.target, said)]
+
+    def _branch(
+        self, rows: Rows, tokens: mx.array, hidden: mx.array, depths: mx.array, visible: mx.array
+    ) -> list[mx.array]:
+        """The same for drafts of a tree, (1, K): see `tree_rows.branched`."""
+        with branched(self._ropes, rows, depths, visible):
+            found = self._step(rows, tokens, hidden)
+        for leaf in rows.attention:
+            leaf.fed = None
+        return found
 
     def _entries(self, rows: Rows, index: mx.array) -> tuple[mx.array, mx.array]:
         """Tokens (B, L) and features (B, L, N) of the entries `index` (B, L), by the notes."""

@@ -90,12 +90,14 @@ class WithNgramState:
     def _kept_of(self, writer: Writer) -> "_Kept":
         return self._kept.setdefault(writer, _Kept())
 
-    def propose(self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int) -> Drafted:
+    def propose(
+        self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False
+    ) -> Drafted:
         chosen = [self._prefers_text(writer) for writer in writers]
         for writer, by_text in zip(writers, chosen, strict=True):
             self._kept_of(writer).begin(by_text=by_text)
         if not any(chosen):
-            return self.inner.propose(writers, anchors, at, places, room=room)
+            return self.inner.propose(writers, anchors, at, places, room=room, tree=tree)
         of_text = self.text.propose(writers, anchors, at, places, room=room)
         if any(not writer.is_plain_greedy for writer in writers):
             of_text.proposals = [self._certain(tokens) for tokens in of_text.tokens]

@@ -12,10 +12,12 @@ import mlx.core as mx
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.engine import can_branch
+from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import propose
-from dflash_mlx.decoding.tree import BRANCHES, rank, wide_sizes
+from dflash_mlx.decoding.tree import wide_sizes
 from dflash_mlx.drafters.contract import Drafter
+from dflash_mlx.drafters.ranking import BRANCHES, rank
 from dflash_mlx.policy.group import rising
 from dflash_mlx.policy.stored import fingerprint, read_json, store
 from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
@@ -188,7 +190,7 @@ def _draft_seconds(target: Target, drafter: Drafter, width: int) -> float:
     times = []
     for _ in range(1 + _TIMED_ROUNDS):
         started = time.perf_counter()
-        drafted = propose([None], state, width, anchors=anchors, at=at, room=_PROMPT_TOKENS + width + 1)
+        drafted = propose([None], state, Choice(width), anchors=anchors, at=at, room=_PROMPT_TOKENS + width + 1)
         ids = state.vocabulary.token_ids if state.vocabulary else None
         mx.eval(drafted.tokens, rank(drafted.logits[0], BRANCHES, ids).log_probs if drafted.logits is not None else [])
         times.append(time.perf_counter() - started)

@@ -12,6 +12,7 @@ from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.batch import Batch
 from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.lane import Lane
+from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import propose
 from dflash_mlx.drafters.contract import Drafter
@@ -111,7 +112,7 @@ def _batch_of(target: Target, drafter: Drafter, lanes: int) -> Batch:
 def _draft(batch: Batch, width: int) -> None:
     assert batch.state is not None
     room = _PROMPT_TOKENS + max(_ROWS)
-    drafted = propose(batch.rows, batch.state, width, anchors=batch.anchors, at=batch.at, room=room)
+    drafted = propose(batch.rows, batch.state, Choice(width), anchors=batch.anchors, at=batch.at, room=room)
     mx.eval(drafted.tokens)
 
 

@@ -13,8 +13,8 @@ from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import Chances, Drafts, accept, block_of, consider, process_rows, propose
-from dflash_mlx.decoding.tree import BRANCHES
 from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Nobody, Proposal
+from dflash_mlx.drafters.ranking import BRANCHES
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
 
@@ -208,14 +208,14 @@ def ids_of(columns, vocabulary):
 class FakeState:
     """Notes what it is asked to draft, and for whom."""
 
-    def propose(self, writers, anchors, at, places, *, room):
+    def propose(self, writers, anchors, at, places, *, room, tree):
         self.asked = [type(writer.strategy) for writer in writers], anchors.tolist(), at.tolist(), places, room
         return Drafted(mx.zeros((len(writers), places)))
 
 
 def test_drafts_are_proposed_for_each_lane_and_for_the_rows_of_those_that_have_left():
     state, lane = FakeState(), make_lane(strategy=Coupled(SamplingParams(temperature=1.0), seed=1))
-    propose([lane, None], state, 3, anchors=mx.array([5, 6]), at=mx.array([11, 22]), room=99)
+    propose([lane, None], state, Choice(3), anchors=mx.array([5, 6]), at=mx.array([11, 22]), room=99)
     assert state.asked == ([Coupled, Nobody], [5, 6], [11, 22], 3, 99)
 
 

@@ -9,7 +9,8 @@ import pytest
 from best_first import HostTree, Node, best_first
 
 from dflash_mlx.decoding.accept import Greedy, Outcome, judge
-from dflash_mlx.decoding.tree import BRANCHES, Ranking, likeliest, rank, walk, wide_sizes
+from dflash_mlx.decoding.tree import likeliest, walk, wide_sizes
+from dflash_mlx.drafters.ranking import BRANCHES, Ranking, rank
 
 
 def random_candidates(rng, places, branches, vocabulary=50):

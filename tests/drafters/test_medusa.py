@@ -98,8 +98,8 @@ def test_answers_made_together_are_the_targets_own(target, drafter, seed, monkey
     rng, texts, w = random.Random(seed), {}, heads_of()
     propose, compared = MedusaState.propose, []
 
-    def helped(state, writers, anchors, at, places, *, room):
-        drafted = propose(state, writers, anchors, at, places, room=room)
+    def helped(state, writers, anchors, at, places, *, room, tree=False):
+        drafted = propose(state, writers, anchors, at, places, room=room, tree=tree)
         logits = np.array(drafted.logits)
         for row, writer in enumerate(writers):
             text, begin = texts.get(id(writer), []), int(at[row])

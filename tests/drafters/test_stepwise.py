@@ -26,6 +26,7 @@ from dflash_mlx.drafters import stepwise
 from dflash_mlx.drafters.contract import Drafted, Nobody
 from dflash_mlx.drafters.draft_model import DraftModel
 from dflash_mlx.drafters.mtp import MTPDrafter, MTPNetwork
+from dflash_mlx.drafters.ranking import BRANCHES, rank
 from dflash_mlx.drafters.stepwise import StepwiseState
 from dflash_mlx.policy.group import FixedGroup
 from dflash_mlx.policy.width import FixedWidth
@@ -100,12 +101,20 @@ class Watched:
     """
 
     def __init__(self, target, drafter, rng, monkeypatch):
-        self.target, self.drafter, self.rng, self.texts, self.seen = target, drafter, rng, {}, []
+        self.target, self.drafter, self.rng, self.texts, self.seen, self.grown = target, drafter, rng, {}, [], []
         self.propose = StepwiseState.propose
         monkeypatch.setattr(StepwiseState, "propose", lambda state, *rest, **options: self(state, *rest, **options))
 
-    def __call__(self, state, writers, anchors, at, places, *, room):
-        drafted = self.propose(state, writers, anchors, at, places, room=room)
+    def __call__(self, state, writers, anchors, at, places, *, room, tree=False):
+        drafted = self.propose(state, writers, anchors, at, places, room=room, tree=tree)
+        assert (drafted.grown is not None) == (tree and self.drafter.supports_trees)
+        if drafted.grown is not None:
+            [writer], begin = writers, int(at[0])
+            self.grown.append((writer, begin, int(anchors[0]), drafted.grown))
+            self.mend(
+                drafted.grown, self.texts.get(id(writer.strategy), [])[begin + 1 :][: self.rng.randint(0, places)]
+            )
+            return drafted
         tokens = np.array(drafted.tokens)
         for row, writer in enumerate(writers):
             if isinstance(writer, Lane):
@@ -116,6 +125,38 @@ class Watched:
                 text = self.texts.get(id(writer.strategy), [])[begin + 1 :][: self.rng.randint(0, places)]
                 tokens[row, : len(text)] = text if self.drafter.taps else tokens[row, : len(text)]
         return Drafted(mx.array(tokens), drafted.logits)
+
+    def mend(self, grown, text):
+        """Have the likeliest path of what was grown begin with a text. Drafts after the same ones stay different."""
+        paths, tokens = np.array(grown.paths), np.array(grown.token_ids)
+        self.grown[-1] += (paths, tokens.copy(), np.array(grown.log_probs))
+        for place, (index, token) in enumerate(zip(paths[np.array(grown.best)[-1]].tolist(), text, strict=False)):
+            siblings = (paths[:, :place] == paths[index, :place]).all(axis=1) & (paths[:, place] < len(tokens))
+            siblings &= (paths[:, place + 1 :] == len(tokens)).all(axis=1)
+            [same] = np.nonzero(siblings & (tokens == token))
+            tokens[same], tokens[index] = tokens[index], token
+        grown.token_ids = mx.array(tokens)
+
+    def compare_trees(self, most):
+        """The same with what was grown: some paths of it."""
+        known = [(self.texts[id(lane.strategy)], lane, *rest) for lane, *rest in self.grown]
+        known = [seen for seen in known if len(seen[0]) > seen[2] >= 1]
+        for text, lane, at, anchor, _, paths, tokens, log_probs in self.rng.sample(known, min(most, len(known))):
+            assert text[at] == anchor
+            path = [index for index in paths[self.rng.randrange(len(paths))].tolist() if index < len(paths)]
+            drafts = iter(tokens[path].tolist())
+
+            def choose(logits, place, drafts=drafts):
+                return np.array([next(drafts)])
+
+            _, logits = anew(self.target, self.drafter, text[: at + 1], len(path), choose)
+            vocabulary = self.drafter.vocabulary(self.target)
+            scores = lane.strategy.preferences(mx.array(logits), at + 1, vocabulary)
+            ranking = rank(scores, BRANCHES, vocabulary.token_ids)
+            for place, index in enumerate(path):
+                found = dict(zip(ranking.token_ids[place].tolist(), ranking.log_probs[place].tolist(), strict=True))
+                assert found[tokens[index]] == pytest.approx(log_probs[index], abs=1e-3)
+        return len(known)
 
     def compare(self, most):
         """With reading anew, some of what was drafted. Returns how many places were compared."""
@@ -210,7 +251,8 @@ def test_drafts_are_those_of_a_drafter_that_reads_all_anew(target, drafter, seed
             if further:
                 further -= 1
                 waiting.append(Asked(target, watched, rng, session=session))
-    assert watched.compare(25) > 3
+    compared = watched.compare(25) + watched.compare_trees(25)
+    assert compared > 3
     assert kept > 0
 
 

@@ -41,7 +41,7 @@ class Inner(SimpleNamespace):
     def withdraw(self):
         self.withdrawn = True
 
-    def propose(self, writers, anchors, at, places, *, room):
+    def propose(self, writers, anchors, at, places, *, room, tree=False):
         self.asked += 1
         logits = mx.broadcast_to(mx.array([[0.0, 0.0]]), (len(writers), places, 2))
         return Drafted(mx.broadcast_to(mx.arange(70, 70 + places), (len(writers), places)), logits)
@@ -132,12 +132,12 @@ def at_random(monkeypatch, seed):
     """From now on drafts are the text's or the drafter's at random. Returns whose they were, by answer and round."""
     rng, propose, by_drafter = random.Random(seed), WithNgramState.propose, {}
 
-    def chosen(state, writers, anchors, at, places, *, room):
+    def chosen(state, writers, anchors, at, places, *, room, tree=False):
         by_text = {id(writer): rng.random() < 0.5 for writer in writers}
         state._prefers_text = lambda writer: by_text[id(writer)]
         for writer in writers:
             by_drafter.setdefault(id(writer), []).append(not by_text[id(writer)])
-        return propose(state, writers, anchors, at, places, room=room)
+        return propose(state, writers, anchors, at, places, room=room, tree=tree)
 
     monkeypatch.setattr(WithNgramState, "propose", chosen)
     monkeypatch.setattr(WithNgramState, "outlook", lambda state, writers: Outlook.HOST)
@@ -178,13 +178,13 @@ def test_a_drafter_goes_on_from_what_was_kept_of_the_texts_drafts(monkeypatch):
     truth = {3 + i: [3 + i, 1, 4, 1, 5, *plain_tokens(target, [3 + i, 1, 4, 1, 5], 60)] for i in range(3)}
     drafted, propose = [], StepwiseState.propose
 
-    def right(state, writers, anchors, at, places, *, room):
+    def right(state, writers, anchors, at, places, *, room, tree=False):
         texts = [truth[writer.prompt[0]] if isinstance(writer, Lane) else [0] * 99 for writer in writers]
         tokens = [text[place + 1 : place + 1 + places] for text, place in zip(texts, at.tolist(), strict=True)]
         return Drafted(mx.array(tokens), log_probs=mx.zeros((len(writers), places)))
 
-    def watched(state, writers, anchors, at, places, *, room):
-        found = propose(state, writers, anchors, at, places, room=room)
+    def watched(state, writers, anchors, at, places, *, room, tree=False):
+        found = propose(state, writers, anchors, at, places, room=room, tree=tree)
         rows = zip(writers, at.tolist(), found.tokens.tolist(), strict=True)
         drafted.extend((writer.prompt[0], place, own) for writer, place, own in rows if isinstance(writer, Lane))
         return found

@@ -13,8 +13,8 @@ from dflash_mlx import SamplingParams, load_pair
 from dflash_mlx.bench.prompts import BenchPrompt, built_in
 from dflash_mlx.decoding.accept import choose_strategy, for_trees
 from dflash_mlx.decoding.decode import decode
-from dflash_mlx.decoding.tree import BRANCHES, rank
 from dflash_mlx.drafters.contract import Nobody
+from dflash_mlx.drafters.ranking import BRANCHES, rank
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.policy.width import FixedWidth
 
