@@ -14,7 +14,15 @@ from dflash_mlx import __version__
 from dflash_mlx.bench.prompts import BenchPrompt, built_in, choose_category, read_prompts, take
 from dflash_mlx.cli import bench_options, options
 from dflash_mlx.cli.bench_measure import Measurement, measure
-from dflash_mlx.cli.bench_options import Variant, comparable, parse_concurrency, parse_sweeps, settings_of, variants
+from dflash_mlx.cli.bench_options import (
+    Variant,
+    comparable,
+    parse_concurrency,
+    parse_sweeps,
+    servers_of,
+    settings_of,
+    variants,
+)
 from dflash_mlx.cli.bench_report import print_comparison, read_result, show, write
 from dflash_mlx.cli.output import note
 from dflash_mlx.drafters.methods import Method
@@ -111,6 +119,7 @@ def bench_command(
     own = variants(choice, width=width, tree=tree, also=also or [], sweep=drafting)
     streams = parse_concurrency(concurrency) if concurrency else []
     chosen, prompts_from = _prompts(prompts, suite, suite_file, category, limit)
+    servers = servers_of(against or [], against_model or [])
     opened = _open(own)
     from dflash_mlx import SamplingParams
 
@@ -121,7 +130,7 @@ def bench_command(
     if any(setting.params.temperature > 0 for setting in settings) and seed is None:
         note("at a temperature above 0 answers can only be compared with a seed: using --seed 0")
     main = opened[own[0].name]
-    others = _others(main, against or [], against_model, against_package or [])
+    others = _others(main, servers, against_package or [])
     contestants = _contestants(own, opened, others, mlx_lm=against_mlx_lm)
     facts = _facts(main, settings[0], repeat=repeat, draft=not no_draft) | {
         "label": pair or main.name,
@@ -202,22 +211,18 @@ def _contestants(
     return found
 
 
-def _others(
-    pair: "ModelPair", servers: Sequence[str], server_model: str | None, packages: Sequence[str]
-) -> Iterator[Any]:
+def _others(pair: "ModelPair", servers: Sequence[tuple[str, str | None]], packages: Sequence[str]) -> Iterator[Any]:
     """Other packages, and servers, which are asked for their models."""
     from dflash_mlx.bench.server_client import connect
 
-    if server_model is not None and not servers:
-        raise UsageError("--against-model names the model of a server; give its address with --against URL.")
     if packages:
         from dflash_mlx.bench.rivals import open_rival
 
         yield from (open_rival(package, pair) for package in packages)
-    for url in servers:
+    for url, model in servers:
         yield connect(
             url,
-            model=server_model,
+            model=model,
             encode=lambda text: list(pair.tokenizer.encode(text, add_special_tokens=False)),
             key=os.environ.get("DFLASH_MLX_AGAINST_KEY"),
             likely=(pair.name, *(folder.name for folder in pair.folders[:1])),

@@ -108,8 +108,13 @@ Against = Annotated[
     ),
 ]
 AgainstModel = Annotated[
-    str | None,
-    typer.Option("--against-model", metavar="NAME", help="Its model, where it lists several.", rich_help_panel=OTHERS),
+    list[str] | None,
+    typer.Option(
+        "--against-model",
+        metavar="NAME",
+        help="Its model, where it lists several or none. For several servers: one for all of them, or one for each.",
+        rich_help_panel=OTHERS,
+    ),
 ]
 AgainstMlxLm = Annotated[
     bool,
@@ -144,6 +149,22 @@ class Variant:
     draft: bool = True
     width: int | None = None
     tree: bool = False
+
+
+def servers_of(urls: Sequence[str], models: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Each server's address and the model that was named for it: one for all servers, one for each, or none.
+
+    Raises UsageError.
+    """
+    if models and not urls:
+        raise UsageError("--against-model names the model of a server; give its address with --against URL.")
+    if len(models) not in (0, 1, len(urls)):
+        raise UsageError(
+            f"--against-model is given {len(models)} times for {len(urls)} servers; name one model for all of them, "
+            "or one for each in the same order."
+        )
+    named = models if len(models) == len(urls) else [models[0] if models else None] * len(urls)
+    return list(zip(urls, named, strict=True))
 
 
 def parse_concurrency(text: str) -> list[int]:

@@ -207,21 +207,16 @@ def verdict(results: Results, figures: Sequence[Figures]) -> list[str]:
     lines = [_headline(what, own, results.main, where)]
     if own.speedup is not None:
         lines.append(
-            f"After the first token it is {times(own.speedup)} times as fast{between(own.speedup_interval)}; "
-            f"all runs together: {times(own.speedup_total or own.speedup)} times."
+            f"After the first token it is {as_fast(own.speedup)}{between(own.speedup_interval)}; "
+            f"all runs together: {as_fast(own.speedup_total or own.speedup)}."
         )
     if own.identical is not None:
-        lines.append(
-            f"All {own.prompts} answers are identical to plain decoding's."
-            if own.identical == own.prompts
-            else f"{own.identical} of {own.prompts} answers are identical to plain decoding's; "
-            "`dflash-mlx parity` says whether rounding explains the others."
-        )
+        lines.append(_identical(own.identical, own.prompts))
     for name in results.others:
         found = overall.get((setting, name))
         if name != results.main and found is not None and found.answer_speedup:
             lines.append(
-                f"{name} answers {times(found.answer_speedup)} times as fast as {results.baseline}"
+                f"{name} answers {as_fast(found.answer_speedup)} as {results.baseline}"
                 f"{between(found.answer_interval)}{_against(results, setting, name)}."
             )
     return lines
@@ -234,23 +229,50 @@ def _against(results: Results, setting: str, name: str) -> str:
     found = middle(result.answer_speedup(results.main, name) for result in prompts)
     if found is None or results.main == results.baseline:
         return ""
-    return f"; {results.main} {times(found)} times as fast as {name}{between(ratio_interval(pairs))}"
+    return f"; {results.main} {as_fast(found)} as {name}{between(ratio_interval(pairs))}"
+
+
+def _identical(identical: int, prompts: int) -> str:
+    if identical == prompts:
+        return f"{'The answer is' if prompts == 1 else f'All {prompts} answers are'} identical to plain decoding's."
+    return (
+        f"{identical} of {_count(prompts, 'answer')} {'is' if prompts == 1 else 'are'} identical to plain decoding's; "
+        "`dflash-mlx parity` says whether rounding explains the rest."
+    )
 
 
 def _headline(what: str, own: Figures, main: str, where: str) -> str:
     if own.answer_speedup is None:
         speed = f"{own.tps:.1f} tokens a second" if own.tps else "one token an answer"
-        sure = f" ({own.tps_interval.low:.1f} to {own.tps_interval.high:.1f})" if own.tps_interval else ""
+        ends = [f"{end:.1f}" for end in (own.tps_interval.low, own.tps_interval.high)] if own.tps_interval else []
+        sure = f" ({' to '.join(ends)})" if len(set(ends)) == 2 else ""
         return f"On this machine {what} decodes {speed} without drafting{where}{sure}."
-    how = "with drafting" if main == DRAFTED else f"as {main!r}"
+    speed = f"{as_fast(own.answer_speedup)} with {'drafting' if main == DRAFTED else main}{where}"
+    if speed.startswith(_JUST_AS_FAST):
+        speed += " as without it"
     return (
-        f"On this machine {what} answers {times(own.answer_speedup)} times as fast {how}{where}"
-        f"{between(own.answer_interval)}; it was slower for {own.slower or 'none'} of {own.prompts} prompts."
+        f"On this machine {what} answers {speed}{between(own.answer_interval)}; "
+        f"it was slower for {own.slower or 'none'} of {_count(own.prompts, 'prompt')}."
     )
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+_JUST_AS_FAST = "just as fast"
+
+
+def as_fast(value: float) -> str:
+    """A ratio of speeds in words, to be followed by "as" and what it is compared with."""
+    shown = times(value)
+    return _JUST_AS_FAST if shown == "1.00" else f"{shown} times as fast"
+
+
 def times(value: float) -> str:
-    """A ratio for people: two digits that count."""
+    """A ratio for people: two digits that count, and near 1 as many as tell it from 1."""
+    if 0.95 <= value < 1.05:
+        return f"{value:.2f}"
     if 1 <= value < 9.95:
         return f"{value:.1f}"
     return f"{value:.2g}" if value < 1 else f"{value:.0f}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dflash_mlx.bench.analyse import between, complete_in, times
+from dflash_mlx.bench.analyse import as_fast, between, complete_in, times
 from dflash_mlx.bench.record import PromptResult, Results, Run
 from dflash_mlx.bench.statistics import Interval, middle, ratio_interval
 from dflash_mlx.errors import UsageError
@@ -160,9 +160,10 @@ def sentences(found: Comparison) -> list[str]:
         return ["Nothing can be compared: one of the results has no speeds."]
     named = f"B ({found.b})" if found.a != found.b else "B"
     against = f"A ({found.a})" if found.a != found.b else "A"
-    ratio = f"{whole.ratio:.3g} times as fast as {against}{between(whole.interval)}"
+    ratio = f"{as_fast(whole.ratio)} as {against}{between(whole.interval)}"
     if whole.real is None:
-        lines = [f"{named} answers {ratio}; {found.prompts} prompts are too few to say whether that is noise."]
+        few = "1 prompt is" if found.prompts == 1 else f"{found.prompts} prompts are"
+        lines = [f"{named} answers {ratio}; {few} too few to say whether that is noise."]
     elif whole.real:
         lines = [f"{named} answers {ratio}: more than noise."]
     else:
@@ -170,13 +171,12 @@ def sentences(found: Comparison) -> list[str]:
     for change in found.changes:
         if change is whole:
             continue
-        faster = f"{times(change.ratio)} times as fast{between(change.interval)}"
+        faster = f"{as_fast(change.ratio)}{between(change.interval)}"
         word = {None: "too few prompts to tell", True: "more than noise", False: "noise"}[change.real]
         lines.append(f"{change.what}: {faster}, {word}")
     if whole.drift is not None:
-        lines.append(
-            f"the baseline ran {whole.drift:.3g} times as fast in B as in A: the machine, which has been taken out"
-        )
+        changed = "" if times(whole.drift) == "1.00" else "; that is the machine, and has been taken out"
+        lines.append(f"plain decoding was {as_fast(whole.drift)} in B as in A{changed}")
     same = found.prompts - found.different_answers
     lines.append(f"answers: {same} of {found.prompts} are the same tokens in both")
     lines += [f"different, too: {words}" for words in found.differences]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from bench.fake import a_run, ratios, some_results
 
-from dflash_mlx.bench.analyse import analyse, between, by_position, by_width, rounds_of, times, unlike, verdict
+from dflash_mlx.bench.analyse import analyse, as_fast, between, by_position, by_width, rounds_of, times, unlike, verdict
 from dflash_mlx.bench.record import Results, Round
 from dflash_mlx.bench.statistics import Interval
 
@@ -89,7 +89,7 @@ def test_the_first_sentence_says_it_all() -> None:
     results = ratios([1.6] * 11 + [0.8])
     said = verdict(results, analyse(results))
     assert said[0] == "On this machine demo answers 1.6 times as fast with drafting; it was slower for 1 of 12 prompts."
-    assert said[1].startswith("After the first token it is 1.6 times as fast; all runs together: 1.5 times.")
+    assert said[1].startswith("After the first token it is 1.6 times as fast; all runs together: 1.5 times as fast.")
     assert said[2] == "All 12 answers are identical to plain decoding's."
     spread = ratios([1.2, 1.3, 1.4, 1.5, 1.6, 1.6, 1.7, 1.8, 1.9, 2.0, 2.1, 2.2])
     assert verdict(spread, analyse(spread))[0].startswith(
@@ -98,10 +98,28 @@ def test_the_first_sentence_says_it_all() -> None:
 
 
 def test_without_drafting_the_sentence_names_a_speed() -> None:
-    results = some_results({f"chat-{n}": [a_run("plain", tokens=101, decode_s=10.0)] for n in range(8)})
-    assert verdict(results, analyse(results)) == [
-        "On this machine demo decodes 10.0 tokens a second without drafting (10.0 to 10.0)."
+    def said(seconds: list[float]) -> list[str]:
+        runs = {f"chat-{n}": [a_run("plain", tokens=101, decode_s=s)] for n, s in enumerate(seconds)}
+        return verdict(some_results(runs), analyse(some_results(runs)))
+
+    assert said([10.0] * 8) == ["On this machine demo decodes 10.0 tokens a second without drafting."]
+    assert said([5.0] * 3 + [10.0] * 3 + [20.0] * 3) == [
+        "On this machine demo decodes 10.0 tokens a second without drafting (5.0 to 20.0)."
     ]
+
+
+def test_the_first_sentence_is_one_where_nothing_was_gained_or_one_prompt_asked_or_another_is_the_main_one() -> None:
+    def first(results: Results) -> str:
+        return verdict(results, analyse(results))[0]
+
+    assert first(ratios([1.0] * 6)) == (
+        "On this machine demo answers just as fast with drafting as without it; it was slower for none of 6 prompts."
+    )
+    assert first(ratios([0.5])).endswith("0.5 times as fast with drafting; it was slower for 1 of 1 prompt.")
+    runs = {"chat-1": [a_run("plain", tokens=101, decode_s=10.0), a_run("width 3", tokens=101, decode_s=5.0)]}
+    assert first(some_results(runs, main="width 3")).startswith(
+        "On this machine demo answers 1.9 times as fast with width 3; "
+    )
 
 
 def test_other_contestants_have_a_sentence_each() -> None:
@@ -109,7 +127,7 @@ def test_other_contestants_have_a_sentence_each() -> None:
     for result in results.prompts:
         result.runs.append(replace(a_run("server", tokens=101, decode_s=5.0, first_s=0.0001), token_ids=[9] * 101))
     results.contestants["server"] = "a server"
-    assert "server answers 2.0 times as fast as plain; drafted 1.0 times as fast as server." in verdict(
+    assert "server answers 2.0 times as fast as plain; drafted just as fast as server." in verdict(
         results, analyse(results)
     )
     # Nobody asked for its tokens to be compared.
@@ -153,6 +171,9 @@ def test_round_times_by_width() -> None:
 
 def test_ratios_in_words() -> None:
     assert [times(x) for x in (0.843, 1.55, 9.96, 23.4)] == ["0.84", "1.6", "10", "23"]
+    assert [as_fast(x) for x in (0.2, 0.997, 1.003, 1.04)] == [
+        "0.2 times as fast", "just as fast", "just as fast", "1.04 times as fast",
+    ]  # fmt: skip
     assert between(None) == ""
     assert between(Interval(1.49, 1.71)) == " (1.5 to 1.7)"
     assert between(Interval(1.57, 1.62)) == " (1.57 to 1.62)"

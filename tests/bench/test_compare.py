@@ -29,6 +29,18 @@ def test_a_machine_that_is_slower_the_second_time_is_taken_out() -> None:
     assert found.changes[0].drift == pytest.approx(0.6, rel=0.01)
 
 
+def test_nothing_is_1_times_as_fast() -> None:
+    steady = [1.5, 1.6, 1.4, 1.7, 1.5, 1.6]
+    assert sentences(compare(ratios(steady), ratios(steady)))[:4] == [
+        "No change beyond noise: B answers just as fast as A.",
+        "decoding: just as fast, noise",
+        "the first token: just as fast, noise",
+        "plain decoding was just as fast in B as in A",
+    ]
+    drifted = sentences(compare(ratios(steady), ratios(steady, speed=6.0)))[3]
+    assert drifted == "plain decoding was 0.6 times as fast in B as in A; that is the machine, and has been taken out"
+
+
 def test_a_real_change_is_found() -> None:
     found = compare(ratios(measured(0)), ratios(measured(1, machine=1.2)))
     assert found.changes[0].real is True
@@ -41,8 +53,7 @@ def test_drafting_off_against_on_is_more_than_noise() -> None:
     plain = some_results({f"chat-{n}": [a_run("plain", tokens=101, decode_s=10.0)] for n in range(1, 13)})
     found = compare(plain, ratios(measured(0)))
     assert found.changes[0].real is True
-    assert sentences(found)[0].startswith("B (drafted) answers 1.5")
-    assert "times as fast as A (plain)" in sentences(found)[0]
+    assert sentences(found)[0].startswith("B (drafted) answers 1.6 times as fast as A (plain)")
 
 
 def test_two_plain_runs_have_nothing_to_take_the_machine_out_with() -> None:
@@ -57,7 +68,8 @@ def test_two_plain_runs_have_nothing_to_take_the_machine_out_with() -> None:
 def test_few_prompts_give_no_verdict_and_none_in_common_is_refused() -> None:
     found = compare(ratios([1.5, 1.6]), ratios([1.5, 1.7]))
     assert found.changes[0].real is None
-    assert "too few to say" in sentences(found)[0]
+    assert "2 prompts are too few to say" in sentences(found)[0]
+    assert "1 prompt is too few to say" in sentences(compare(ratios([1.5]), ratios([1.5])))[0]
     with pytest.raises(UsageError, match="no prompt in common"):
         compare(ratios([1.5]), some_results({"law-1": [a_run("plain", tokens=5, decode_s=1.0)]}))
 

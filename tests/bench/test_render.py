@@ -90,6 +90,16 @@ def test_lines_stay_inside_the_drawing_and_rise_with_their_values() -> None:
         assert 0 <= float(found.get("y", "-1")) <= height
 
 
+def test_more_series_than_colours_are_told_apart_and_points_of_one_place_stand_side_by_side() -> None:
+    series = [Series(f"contestant {n}", [Point(3, 50), Point(9, 80)], joined=False, colour=n) for n in range(12)]
+    html = svg.line_chart("x", series, x="drafts", y="ms")
+    dots = [(c.get("class"), c.get("cx")) for c in ET.fromstring(html).iter(f"{SPACE}circle")]
+    assert len({kind for kind, _ in dots}) == 12
+    assert len({place for _, place in dots}) == 24
+    styles = set(re.findall(r"\.(\w+) { --own", page.page(full(), [])))
+    assert {name for kind, _ in dots for name in str(kind).split()} - {"dot", "again"} == styles
+
+
 def test_the_page_holds_every_drawing_and_fetches_nothing() -> None:
     results = full()
     html = page.page(results, analyse(results))
@@ -109,6 +119,14 @@ def test_the_page_holds_every_drawing_and_fetches_nothing() -> None:
     assert "On this machine demo answers 1.6 times" in html or "On this machine demo answers 1.7 times" in html
     for words in ("timed alone, draft 9.0, verification 31.0, the rest 10.0", "memory: 20 GB/s measured", "a chip"):
         assert words in html
+
+
+def test_names_of_contestants_may_be_broken_where_a_table_has_no_room() -> None:
+    name = "draft-model=./<two>,width=3"
+    runs = [a_run(who, tokens=5, decode_s=1.0) for who in ("plain", name)]
+    results = some_results({"chat-1": runs}, main=name)
+    html = page.page(results, analyse(results))
+    assert '<td data-label="contestant">draft-model=<wbr>./&lt;two&gt;,<wbr>width=<wbr>3</td>' in html
 
 
 def test_names_of_prompts_cannot_break_the_page() -> None:

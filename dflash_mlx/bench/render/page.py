@@ -42,16 +42,15 @@ svg { display: block; width: 100%; max-width: 480px; height: auto; margin: 0 aut
 text { paint-order: stroke; stroke: var(--card); stroke-width: 3px; stroke-linejoin: round; }
 .grid { stroke: var(--line); stroke-width: 1; } .mark { stroke: var(--text); stroke-width: 1.2; stroke-dasharray: 4 3; }
 .range { stroke: var(--text); stroke-width: 1.4; } .bar { fill: var(--s1); } .bar.bad { fill: var(--bad); }
-.line { fill: none; stroke-width: 2; } .spread { stroke-width: 1.4; opacity: .55; }
-.line.s0, .spread.s0 { stroke: var(--s0); } .dot.s0, .key.s0 { fill: var(--s0); }
-.line.s1, .spread.s1 { stroke: var(--s1); } .dot.s1, .key.s1 { fill: var(--s1); }
-.line.s2, .spread.s2 { stroke: var(--s2); } .dot.s2, .key.s2 { fill: var(--s2); }
-.line.s3, .spread.s3 { stroke: var(--s3); } .dot.s3, .key.s3 { fill: var(--s3); }
-.line.s4, .spread.s4 { stroke: var(--s4); } .dot.s4, .key.s4 { fill: var(--s4); }
-.line.s5, .spread.s5 { stroke: var(--s5); } .dot.s5, .key.s5 { fill: var(--s5); }
+.line { fill: none; stroke-width: 2; } .line, .spread, .dot, .key { stroke: var(--own); }
+.dot, .key { fill: var(--own); } .spread { stroke-width: 1.4; opacity: .55; } .again.line { stroke-dasharray: 5 3; }
+.dot.again, .key.again { fill: var(--card); stroke-width: 1.6; }
+.s0 { --own: var(--s0); } .s1 { --own: var(--s1); } .s2 { --own: var(--s2); }
+.s3 { --own: var(--s3); } .s4 { --own: var(--s4); } .s5 { --own: var(--s5); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; min-width: 100%; }
 th, td { padding: 5px 8px; text-align: right; border-bottom: 1px solid var(--line); } td { white-space: nowrap; }
-td:first-child { white-space: normal; } summary { cursor: pointer; color: var(--soft); margin: 12px 0; }
+td:first-child, td[data-label="contestant"] { white-space: normal; }
+summary { cursor: pointer; color: var(--soft); margin: 12px 0; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; } th { color: var(--soft); font-weight: 600; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; font-size: .88rem; margin: 0; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
@@ -59,7 +58,8 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
   tr { padding: 8px 0; border-bottom: 1px solid var(--line); } td { display: flex; justify-content: space-between;
     gap: 12px; padding: 1px 0; border: 0; white-space: normal; } td::before { content: attr(data-label);
     color: var(--soft); text-align: left; }
-  td:first-child { font-weight: 600; } td:first-child::before { content: none; }
+  td:first-child, td[data-label="contestant"] { font-weight: 600; }
+  td:first-child:not([data-label="streams"])::before { content: none; }
   td.none { display: none; } }
 @media (max-width: 560px) { dl { grid-template-columns: 1fr; } dd { margin-bottom: 6px; } }
 """
@@ -95,7 +95,7 @@ def page(results: Results, figures: Sequence[Figures]) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    head = "".join(f"<th>{_breakable(cell)}</th>" for cell in header)
     body = "".join(f"<tr>{''.join(map(_cell, header, row))}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -103,7 +103,12 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _cell(title: str, words: str) -> str:
     """A phone shows cells below each other, with their titles, and leaves out those that hold nothing."""
     empty = ' class="none"' if words == NOTHING else ""
-    return f'<td data-label="{escape(title)}"{empty}>{escape(words)}</td>'
+    return f'<td data-label="{escape(title)}"{empty}>{_breakable(words)}</td>'
+
+
+def _breakable(words: str) -> str:
+    """Names of contestants, such as "draft-model=NAME,width=2", may go on in the next line."""
+    return escape(words).replace("=", "=<wbr>").replace(",", ",<wbr>")
 
 
 def charts(results: Results, figures: Sequence[Figures]) -> Iterator[tuple[str, str, str]]:
@@ -135,7 +140,7 @@ def charts(results: Results, figures: Sequence[Figures]) -> Iterator[tuple[str, 
     ]
     if times := [one for one in times if one.points]:
         title = "Round time against width"
-        note = "Median time of a round, and the range of the middle half of them."
+        note = "Median time of a round, and the range of the middle half of them; several of one width side by side."
         yield title, line_chart(title, times, x="drafts verified in a round", y="ms"), note
     if loads := load_series(results):
         title = "Throughput against streams"

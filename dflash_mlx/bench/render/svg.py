@@ -12,9 +12,10 @@ WIDTH = 400.0
 _ROW = 22.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48.0, 14.0, 18.0, 44.0
 _HEIGHT = 250.0
-_LETTER = 7.2  # about the width of a letter
+_LETTER = 8.0  # the width of a letter in the wider fonts
 _LONG = 20  # letters of a label that still stands beside its bar
-_SERIES = 6  # colours that the page's style knows
+_SERIES = 6  # colours that the page's style knows; further series have them again, hollow and dashed
+_BESIDE = 3.0  # between the points of several series that stand at the same place
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def bar_chart(title: str, bars: Sequence[Bar], *, unit: str, mark: float | None 
         y = top + (index + 1) * row - _ROW
         words = f"{bar.label}: {bar.value:.3g} {unit}"
         if above:
-            texts.text(left, y + 1, _cut(bar.label, WIDTH - left), anchor="start")
+            texts.text(left, y - 1, _cut(bar.label, WIDTH - left), anchor="start")
         else:
             texts.text(left - 6, y + 15.5, bar.label, anchor="end")
         drawing.rect(left, y + 4, bar.value * scale, _ROW - 8, "bar bad" if bar.below else "bar", words)
@@ -156,12 +157,14 @@ def line_chart(title: str, series: Sequence[Series], *, x: str, y: str, percent:
         drawing.text(left + 10 + (value - first) * across, bottom + 17, f"{value:g}")
     drawing.text((left + WIDTH) / 2, bottom + 36, x)
     drawing.text(left, _TOP - 6, y, anchor="start", kind="unit")
-    for one in series:
-        colour = f"s{one.colour % _SERIES}"
+    for index, one in enumerate(series):
+        colour = _colour(one.colour)
+        beside = 0.0 if one.joined else (index - (len(series) - 1) / 2) * _BESIDE
         if one.joined and len(one.points) > 1:
             drawing.path([place(point) for point in one.points], f"line {colour}")
         for point in one.points:
             at, height = place(point)
+            at += beside
             if point.low is not None and point.high is not None:
                 drawing.line(at, bottom - point.low * up, at, bottom - point.high * up, f"spread {colour}")
             shown = f"{point.y:.1%}" if percent else f"{point.y:.4g}"
@@ -189,8 +192,13 @@ def _draw_legend(drawing: _Drawing, rows: Sequence[Sequence[tuple[int, str, floa
     for line, row in enumerate(rows):
         for colour, name, x in row:
             y = _HEIGHT + 8 + 16 * line
-            drawing.rect(x, y - 8, 10, 10, f"key s{colour % _SERIES}", name)
+            drawing.rect(x, y - 8, 10, 10, f"key {_colour(colour)}", name)
             drawing.text(x + 15, y + 1, name, anchor="start")
+
+
+def _colour(number: int) -> str:
+    """The class of a series' parts."""
+    return f"s{number % _SERIES}{' again' if number >= _SERIES else ''}"
 
 
 def _apart(values: Sequence[float], scale: float, *, least: float = 30.0) -> list[float]:
