@@ -234,11 +234,10 @@ def _against(results: Results, setting: str, name: str) -> str:
 
 def _identical(identical: int, prompts: int) -> str:
     if identical == prompts:
-        return f"{'The answer is' if prompts == 1 else f'All {prompts} answers are'} identical to plain decoding's."
-    return (
-        f"{identical} of {_count(prompts, 'answer')} {'is' if prompts == 1 else 'are'} identical to plain decoding's; "
-        "`dflash-mlx parity` says whether rounding explains the rest."
-    )
+        every = {1: "The answer is", 2: "Both answers are"}.get(prompts, f"All {prompts} answers are")
+        return f"{every} identical to plain decoding's."
+    some = "The answer is not" if prompts == 1 else f"{identical or 'None'} of {prompts} answers are"
+    return f"{some} identical to plain decoding's; `dflash-mlx parity` says whether rounding explains that."
 
 
 def _headline(what: str, own: Figures, main: str, where: str) -> str:
@@ -250,14 +249,10 @@ def _headline(what: str, own: Figures, main: str, where: str) -> str:
     speed = f"{as_fast(own.answer_speedup)} with {'drafting' if main == DRAFTED else main}{where}"
     if speed.startswith(_JUST_AS_FAST):
         speed += " as without it"
-    return (
-        f"On this machine {what} answers {speed}{between(own.answer_interval)}; "
-        f"it was slower for {own.slower or 'none'} of {_count(own.prompts, 'prompt')}."
-    )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    slower = f"it was slower for {own.slower or 'none'} of {own.prompts} prompts"
+    if own.prompts == 1:
+        slower = "only one prompt was measured"
+    return f"On this machine {what} answers {speed}{between(own.answer_interval)}; {slower}."
 
 
 _JUST_AS_FAST = "just as fast"

@@ -74,9 +74,12 @@ class Run:
 
     @property
     def prefill_tps(self) -> float | None:
-        """Tokens of the prompt that were read each second before the first token came."""
+        """Tokens of the prompt that were read each second before the first token came.
+
+        None where most of them were in memory: then reading is the smaller part of that time.
+        """
         read = self.prompt_tokens - self.cached_tokens
-        return read / self.first_s if read > 0 and self.first_s > 0 else None
+        return read / self.first_s if read > self.cached_tokens and self.first_s > 0 else None
 
     def to_json(self) -> dict[str, Any]:
         known = {f.name: getattr(self, f.name) for f in fields(self)}

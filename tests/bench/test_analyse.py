@@ -115,11 +115,25 @@ def test_the_first_sentence_is_one_where_nothing_was_gained_or_one_prompt_asked_
     assert first(ratios([1.0] * 6)) == (
         "On this machine demo answers just as fast with drafting as without it; it was slower for none of 6 prompts."
     )
-    assert first(ratios([0.5])).endswith("0.5 times as fast with drafting; it was slower for 1 of 1 prompt.")
+    assert first(ratios([0.5])).endswith("0.5 times as fast with drafting; only one prompt was measured.")
     runs = {"chat-1": [a_run("plain", tokens=101, decode_s=10.0), a_run("width 3", tokens=101, decode_s=5.0)]}
     assert first(some_results(runs, main="width 3")).startswith(
         "On this machine demo answers 1.9 times as fast with width 3; "
     )
+
+
+def test_how_many_answers_are_identical_is_said_in_words() -> None:
+    def said(prompts: int, *, different: int) -> str:
+        results = ratios([1.5] * prompts)
+        for result in results.prompts[:different]:
+            result.runs[1].token_ids[3] = 999
+        return verdict(results, analyse(results))[2].partition(";")[0]
+
+    assert said(1, different=0) == "The answer is identical to plain decoding's."
+    assert said(1, different=1) == "The answer is not identical to plain decoding's"
+    assert said(2, different=0) == "Both answers are identical to plain decoding's."
+    assert said(3, different=1) == "2 of 3 answers are identical to plain decoding's"
+    assert said(3, different=3) == "None of 3 answers are identical to plain decoding's"
 
 
 def test_other_contestants_have_a_sentence_each() -> None:

@@ -1,7 +1,6 @@
 """`dflash-mlx bench` from the outside."""
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -121,7 +120,7 @@ def test_ctrl_c_keeps_what_is_finished(
     captured = capsys.readouterr()
     assert "stopped after 2 of 24 runs" in captured.err
     assert captured.out.startswith("On this machine demo answers ")
-    assert re.search(r"it was slower for (none|1) of 1 prompt\.", captured.out)
+    assert "; only one prompt was measured." in captured.out
     assert "The answer is identical to plain decoding's." in captured.out
     kept = json.loads((tmp_path / "results.json").read_text())
     assert (kept["finished"], [len(p["runs"]) for p in kept["prompts"]][:2]) == (False, [2, 0])

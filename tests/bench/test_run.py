@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from bench.fake import Time, fakes
@@ -35,6 +36,9 @@ def test_time_to_the_first_token_is_kept_out_of_the_decoding_speed() -> None:
     assert plain.decode_tps == pytest.approx(10.0)
     assert plain.answer_tps == pytest.approx(10 / 1.4)
     assert plain.prefill_tps == pytest.approx(7 / 0.5)
+    assert replace(plain, cached_tokens=2).prefill_tps == pytest.approx(5 / 0.5)
+    # Where only one token had to be read, the half second was for something else.
+    assert replace(plain, cached_tokens=6).prefill_tps is None
     assert drafted.wall_s == pytest.approx(0.5 + 3 * 0.15)
     assert drafted.decode_tps == pytest.approx(20.0)
     assert plain.token_ids == drafted.token_ids == list(range(10))

@@ -108,7 +108,7 @@ def _cell(title: str, words: str) -> str:
 
 def _breakable(words: str) -> str:
     """Names of contestants, such as "draft-model=NAME,width=2", may go on in the next line."""
-    return escape(words).replace("=", "=<wbr>").replace(",", ",<wbr>")
+    return escape(words).replace(",", ",<wbr>")
 
 
 def charts(results: Results, figures: Sequence[Figures]) -> Iterator[tuple[str, str, str]]:
