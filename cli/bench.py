@@ -142,7 +142,8 @@ def bench_command(
     from dflash_mlx.bench.analyse import analyse
 
     figures = analyse(results)
-    if out is not None:
+    # With nothing to keep, what an earlier run wrote there stays.
+    if out is not None and any(result.runs for result in results.prompts):
         write(results, figures, out)
     show(results, figures, as_json=as_json)
     if isinstance(stopped, KeyboardInterrupt):

@@ -53,7 +53,8 @@ def measure(wanted: Measurement) -> BaseException | None:
             results.machine |= look_closer(results, wanted.contestants)
     except KeyboardInterrupt as stopped:
         done = sum(len(result.runs) for result in results.prompts)
-        note(f"stopped after {done} of {len(jobs)} runs; the figures are of what was finished.", style="yellow")
+        kept = "the figures are of what was finished" if done else "nothing is written"
+        note(f"stopped after {done} of {len(jobs)} runs; {kept}.", style="yellow")
         return stopped
     except DFlashError as error:
         if not any(result.runs for result in results.prompts):

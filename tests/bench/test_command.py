@@ -127,6 +127,23 @@ def test_ctrl_c_keeps_what_is_finished(
     assert "Stopped early" in (tmp_path / "report.html").read_text()
 
 
+def test_ctrl_c_before_the_first_answer_leaves_an_earlier_report_as_it_is(
+    capsys: pytest.CaptureFixture[str], faked: Callable[[dict[str, Fake]], None], tmp_path: Path
+) -> None:
+    def tokens(prompt: str, name: str) -> list[int]:
+        raise KeyboardInterrupt
+
+    results = ratios([1.5] * 6)
+    write(results, analyse(results), tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    faked(fakes(tokens))
+    assert main(["bench", "--pair", "demo", "--out", str(tmp_path)]) == 130
+    captured = capsys.readouterr()
+    assert "stopped after 0 of 24 runs; nothing is written." in captured.err
+    assert captured.out == "Nothing was finished.\n"
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_an_error_in_the_middle_keeps_what_is_finished(
     capsys: pytest.CaptureFixture[str], faked: Callable[[dict[str, Fake]], None]
 ) -> None:
