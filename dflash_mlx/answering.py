@@ -14,6 +14,7 @@ from dflash_mlx.decoding.fork import can_cut
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.policy.reading import ReadingTimes
+from dflash_mlx.runtime import backend
 from dflash_mlx.wired import wired
 
 # What a turn brings to an answer: tokens, an error that ends it, or (done, total) of its prompt.
@@ -22,6 +23,8 @@ News = GenerationResponse | Exception | tuple[int, int]
 # this much later.
 _READING = 1.0
 _SMALLEST_CHUNK = 8
+# On CUDA, where the GPU waits for the computer, so many tokens take hardly longer than one.
+_SMALLEST_CHUNK_ON_CUDA = 256
 # Prompts that are read in one pass are filled up to the longest, which may make the pass this much longer.
 _PADDING = 1.25
 # Where every place is taken, prompts may wait this many rounds for others, to be read in one pass with them.
@@ -224,7 +227,16 @@ class Answering:
         """Tokens of prompts to read at once while answers are running."""
         if not self._times.known:
             return PREFILL_STEP
-        return self._times.tokens_in(_READING * self._round_seconds, least=_SMALLEST_CHUNK, most=PREFILL_STEP)
+        return self._times.tokens_in(_READING * self._round_seconds, least=self._least_chunk, most=PREFILL_STEP)
+
+    @property
+    def _least_chunk(self) -> int:
+        """The fewest tokens of a prompt that are worth a pass.
+
+        A GPU whose passes are replayed with gain computes faster than they can be launched.
+        """
+        late = self.pair.target.replays and backend().kind == "cuda"
+        return _SMALLEST_CHUNK_ON_CUDA if late else _SMALLEST_CHUNK
 
     def _drafter_of(self, answer: Answer) -> Drafter | None:
         return answer.session.drafter if answer.drafting else None

@@ -62,7 +62,8 @@ def load_pair(
     block of a round, at most the drafter's own. kernels=False computes with MLX's own operations alone. exact=True
     computes each token alike in any pass, which is slower: answers are then the same with and without drafts in any
     precision. check=False skips the checks that run the models; recheck=True runs them even where these files have
-    passed before. report(message, fraction done or None) follows progress. Downloads what is missing.
+    passed before, and measures anew in which ways they compute fastest. report(message, fraction done or None) follows
+    progress. Downloads what is missing.
     Raises UsageError, DownloadError, CheckpointError and PairError.
     """
     started = time.perf_counter()
@@ -83,7 +84,15 @@ def load_pair(
         target, activations = machines.load_target(choice.target, dtype=dtype)
     tokenizer = _load_tokenizer(plan.target_folder)
     pair = _complete(
-        plan, target, tokenizer, activations, block_size=block_size, kernels=kernels, exact=exact, report=report
+        plan,
+        target,
+        tokenizer,
+        activations,
+        block_size=block_size,
+        kernels=kernels,
+        exact=exact,
+        recheck=recheck,
+        report=report,
     )
     if check:
         check_once(pair, again=recheck, report=report)
@@ -113,8 +122,8 @@ def pair_around(
     started = time.perf_counter()
     plan = _plan(choose_models(None, str(folder), draft_model, method_called(method)), block_size=None, report=_ignore)
     target = wrap_model(model, read_json(folder / "config.json"))
-    pair = _complete(plan, target, tokenizer, activation_dtype(model), kernels=kernels)
     # What is remembered of the folder need not hold for a model that came otherwise.
+    pair = _complete(plan, target, tokenizer, activation_dtype(model), kernels=kernels, remember=False)
     found = examine(pair, report=_ignore)
     pair.checks, pair.warnings = pair.checks + found.checks, pair.warnings + found.warnings
     pair.load_seconds = time.perf_counter() - started
@@ -152,10 +161,16 @@ def _complete(
     block_size: int | None = None,
     kernels: bool = True,
     exact: bool = False,
+    recheck: bool = False,
+    remember: bool = True,
     report: Report = _ignore,
 ) -> ModelPair:
-    """Load the drafter for a target, and choose what both compute with. Arguments as for `load_pair`."""
-    choice, folders = plan.choice, (plan.target_folder, plan.drafter_folder)
+    """Load the drafter for a target, and choose what both compute with. Arguments as for `load_pair`.
+
+    remember: the models are those of their folders, so that what was chosen before holds for them.
+    """
+    choice = plan.choice
+    folders = tuple(folder for folder in (plan.target_folder, plan.drafter_folder) if folder)
     if plan.method.takes_folder:
         report("loading the drafter", None)
     drafter = load(
@@ -173,7 +188,18 @@ def _complete(
     checks = [make_exact(target, kernels=kernels, report=report)] if exact else []
     # On several machines kernels are left out: they are made for whole layers, and races run the model by itself.
     plainly = exact or target.machines > 1
-    notes = [] if plainly else use_where_faster(target, drafter, kernels=kernels, report=report)
+    notes = (
+        []
+        if plainly
+        else use_where_faster(
+            target,
+            drafter,
+            folders=folders if remember else (),
+            again=recheck,
+            kernels=kernels,
+            report=report,
+        )
+    )
     return ModelPair(
         name=choice.label,
         target=target,
@@ -182,7 +208,7 @@ def _complete(
         dtype=activations,
         block_size=block_size_for(drafter, block_size),
         exact=exact,
-        folders=tuple(folder for folder in folders if folder),
+        folders=folders,
         checks=checks,
         warnings=[*([warning] if warning else []), *notes],
     )

@@ -2,12 +2,13 @@
 
 import json
 import random
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
 
-from dflash_mlx import loading
+from dflash_mlx import answering, loading
 from dflash_mlx.answer import Answer
 from dflash_mlx.answering import Answering
 from dflash_mlx.caches.target_caches import BatchCaches
@@ -26,6 +27,7 @@ from dflash_mlx.policy.reading import ReadingTimes
 from dflash_mlx.policy.stored import store
 from dflash_mlx.policy.trees_or_chains import PairCosts
 from dflash_mlx.policy.width import RoundCosts
+from dflash_mlx.runtime import backend
 from dflash_mlx.sampling import SamplingParams
 
 
@@ -349,6 +351,30 @@ def test_prompts_wait_for_others_where_each_pass_over_prompts_is_dear(fixed, mon
         assert len(passes) > 12
     for answer, prompt, wanted in zip(found, prompts, params, strict=True):
         assert answer.token_ids == generate(pair, prompt, wanted, draft=False).token_ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "replays", "at_once"), [("cuda", True, True), ("cuda", False, False), ("metal", True, False)]
+)
+def test_prompts_are_read_at_once_where_the_gpu_waits_for_the_computer(kind, replays, at_once, monkeypatch):
+    """However long a token of a prompt is taken to be: one pass then costs what launching it costs."""
+    pair = make_pair()
+    monkeypatch.setattr(answering, "backend", lambda: replace(backend(), kind=kind))
+    monkeypatch.setattr(ReadingTimes, "known", True)
+    monkeypatch.setattr(ReadingTimes, "tokens_in", lambda self, seconds, *, least, most: least)
+    pair.target.set_replays(replays)
+    prompt = [3 + i % 20 for i in range(101)]
+    with Answering(pair, most_lanes=2) as making:
+        making.add(Answer(pair, [3, 4, 5], SamplingParams(max_tokens=90)))
+        making.turn()
+        making.add(Answer(pair, prompt, SamplingParams(max_tokens=20)))
+        making.turn()
+        assert (not making._reading) == at_once
+        found = []
+        while making.count:
+            for answer, news in making.turn():
+                found += news.token_ids if answer.prompt == prompt and not isinstance(news, tuple) else []
+    assert found == plain_tokens(pair.target, prompt, 20, {0})
 
 
 def test_a_prompt_does_not_wait_while_places_are_free(monkeypatch):

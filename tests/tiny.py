@@ -76,7 +76,14 @@ def tiny_drafter(
     return drafter
 
 
-def tiny_eagle3(seed: int, *, places: int = PLACES, vocab_size: int = VOCAB, **changes: Any) -> Eagle3Drafter:
+def tiny_eagle3(
+    seed: int,
+    *,
+    places: int = PLACES,
+    vocab_size: int = VOCAB,
+    target_layer_ids: tuple[int, ...] = (1, 2, 0),
+    **changes: Any,
+) -> Eagle3Drafter:
     """A random EAGLE-3 drafter for the targets of `tiny_target`."""
     config = Eagle3Config(
         hidden_size=HIDDEN,
@@ -86,7 +93,7 @@ def tiny_eagle3(seed: int, *, places: int = PLACES, vocab_size: int = VOCAB, **c
         num_key_value_heads=2,
         head_dim=8,
         vocab_size=vocab_size,
-        target_layer_ids=(1, 2, 0),
+        target_layer_ids=target_layer_ids,
         rope=Rope(10_000.0),
         **changes,
     )

@@ -21,7 +21,7 @@ from dflash_mlx.hub.store import STAMP, hold_lock
 
 Kind = Literal["model", "measurements", "leftovers", "hub"]
 MEASUREMENTS, LEFTOVERS = "measurements", "leftovers"
-_MEASURED = ("round-costs", "group-costs", "pair-checks")
+_MEASURED = ("round-costs", "group-costs", "pair-checks", "ways")
 _MEASURED_FILE = re.compile(r"[0-9a-f]{24}\.json")
 _TEMPORARY = re.compile(r"\..+\.making-.+")
 

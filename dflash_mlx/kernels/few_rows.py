@@ -4,7 +4,7 @@ A round feeds both models 2 to some dozens of rows. On a GPU much faster than th
 small model takes as long as its launches, and MLX's ways for more than one row take more of them than those for one.
 On CUDA a kernel for linear layers takes their place (few_rows_linear.py). And passes can be replayed instead of written
 down anew each time (`caches.replay`). Whether these pay depends on each other and on all of a round, so rounds are
-measured.
+measured, once for a pair's files: what was chosen is remembered on disk.
 
 On a Mac MLX's own quantized products, and its attention, read weights and caches again for every few rows. Kernels of
 their own read them once, for any GPU (quantized_rows/, rows_attention/); each is raced by itself, for each shape
@@ -20,11 +20,15 @@ are.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 
+from dflash_mlx import __version__
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.contract import Drafter, Nobody
 from dflash_mlx.kernels import exponentials
@@ -32,6 +36,7 @@ from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work, se
 from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
 from dflash_mlx.kernels.race import Report, is_faster, take_turns
 from dflash_mlx.kernels.rows_attention import layers as rows_attention
+from dflash_mlx.policy.stored import file_marks, fingerprint, read_json, store
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.loading import activation_dtype
@@ -43,18 +48,36 @@ _ROUND, _MORE_ROWS = 16, (64, 256)
 Way = tuple[bool, int]
 W = TypeVar("W")
 _ORDINARY: Way = False, 0
+# To be raised when it is chosen among other ways.
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What was chosen before for a pair: with these `kernels`, in words, passes of so many rows are made this `way`.
+
+    rows, trees: as `Target.takes_rows` and `takes_trees` give them.
+    """
+
+    kernels: str
+    way: Way
+    rows: bool
+    trees: bool
 
 
 def use_where_faster(
     target: Target,
     drafter: Drafter | None,
     *,
+    folders: Sequence[Path] = (),
+    again: bool = False,
     kernels: bool = True,
     report: Report | None = None,
 ) -> list[str]:
     """Have both models compute in the ways that are fastest on this machine; returns notes on what was odd.
 
-    kernels=False leaves out all kernels of this project.
+    folders: what the models were loaded from, if what was chosen for them is to be remembered. again: choose even where
+    that was done before. kernels=False leaves out all kernels of this project.
     """
     kind = backend().kind
     models: list[nn.Module] = [target.model, *(drafter.networks if drafter is not None else ())]
@@ -63,6 +86,10 @@ def use_where_faster(
         if kernels:
             exponentials.use_where_faster(models)
         return []
+    name = _name(target, drafter, folders, kernels=kernels) if folders else None
+    before = _read(name) if name is not None and not again else None
+    if before is not None:
+        target.assume(rows=before.rows, trees=before.trees)
     notes: list[str] = []
     if kernels:
         products, notes = quantized_rows.use_where_faster(models, head=target.head_module, report=report)
@@ -70,21 +97,50 @@ def use_where_faster(
             models, lambda: _round(target, drafter, _rows(drafter)), report=report
         )
         target.kernels, notes = "; ".join(filter(None, (products, attention))), notes + more
-    _choose_way(target, drafter, kernel=kernels and kind == "cuda")
-    return notes
-
-
-def _choose_way(target: Target, drafter: Drafter | None, *, kernel: bool) -> None:
-    """Measure replaying and the kernel for products together: each makes the other worth more, or less."""
-    layers = fitting_layers(target.model, without=[target.head_module]) if kernel and drafter is not None else []
-    networks = drafter.networks if drafter is not None else ()
-    if layers:
-        works = products_work(activation_dtype(networks[-1] if networks else target.model))
-        layers = layers + [layer for network in networks for layer in fitting_layers(network)] if works else []
+    layers = _layers(target, drafter) if kernels and kind == "cuda" and drafter is not None else []
 
     def switch(way: Way) -> None:
         set_few_rows(layers, way[1])
         target.set_replays(way[0])
+
+    if before is not None and before.kernels == target.kernels:
+        switch(before.way)
+        return notes
+    way = _fastest_way(target, drafter, switch, kernel=bool(layers))
+    switch(way)
+    if name is not None:
+        store(name, asdict(_Chosen(target.kernels, way, target.takes_rows(), target.takes_trees())))
+    return notes
+
+
+def _name(target: Target, drafter: Drafter | None, folders: Sequence[Path], *, kernels: bool) -> str:
+    how = drafter.method if drafter is not None else "plain"
+    settings = _SCHEMA, __version__, mlx_lm.__version__, how, kernels, activation_dtype(target.model)
+    return f"ways/{fingerprint(folders, *settings, file_marks(folders))}"
+
+
+def _read(name: str) -> _Chosen | None:
+    """What was chosen before; None where nothing was, or the file cannot be used."""
+    try:
+        stored = read_json(name)
+        (replays, most), flags = stored["way"], (stored["rows"], stored["trees"])
+        if not all(isinstance(flag, bool) for flag in (replays, *flags)):
+            return None
+        return _Chosen(str(stored["kernels"]), (replays, int(most)), *flags)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _layers(target: Target, drafter: Drafter) -> list[nn.Linear]:
+    """The linear layers of both models for which there is a kernel, if it can be compiled."""
+    layers = fitting_layers(target.model, without=[target.head_module])
+    if layers and products_work(activation_dtype(drafter.networks[-1] if drafter.networks else target.model)):
+        return [*layers, *(layer for network in drafter.networks for layer in fitting_layers(network))]
+    return []
+
+
+def _fastest_way(target: Target, drafter: Drafter | None, switch: Callable[[Way], None], *, kernel: bool) -> Way:
+    """Measure replaying and the kernel for products together: each makes the other worth more, or less."""
 
     def fastest(rows: int, ways: Sequence[Way]) -> Way:
         seconds = _compare(target, drafter, rows, ways, switch)
@@ -92,14 +148,14 @@ def _choose_way(target: Target, drafter: Drafter | None, *, kernel: bool) -> Non
         return best if is_faster(seconds[best], seconds[ways[0]]) else ways[0]
 
     replays = (False, True) if _can_replay(target, drafter) else (False,)
-    ways = [(on, most) for on in replays for most in ((0, _ROUND) if layers else (0,))]
+    ways = [(on, most) for on in replays for most in ((0, _ROUND) if kernel else (0,))]
     chosen = fastest(_rows(drafter), ways) if len(ways) > 1 else _ORDINARY
     for rows in _MORE_ROWS if chosen[1] and target.takes_rows() else ():
         more = fastest(rows, [chosen, (chosen[0], rows)])
         if more == chosen:
             break
         chosen = more
-    switch(chosen)
+    return chosen
 
 
 def _can_replay(target: Target, drafter: Drafter | None) -> bool:

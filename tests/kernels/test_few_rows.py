@@ -84,6 +84,60 @@ def test_ways_that_pay_only_together_are_found(pair, monkeypatch):
     assert uses(linear)
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A model's folder, and an empty place for what is remembered."""
+    monkeypatch.setenv("DFLASH_MLX_HOME", str(tmp_path / "home"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def test_what_was_chosen_for_the_same_files_is_not_measured_again(pair, folder, monkeypatch):
+    target, drafter, linear = pair
+    measured = []
+    monkeypatch.setattr(
+        few_rows, "_seconds", lambda *_: measured.append(1) or 1.0 - 0.3 * target.replays - 0.2 * uses(linear)
+    )
+
+    def measures(**options):
+        measured.clear()
+        target.set_replays(False)
+        few_rows.set_few_rows(linear, 0)
+        assert use_where_faster(target, drafter, folders=[folder], **options) == []
+        assert target.replays
+        assert uses(linear) == options.get("kernels", True)
+        return bool(measured)
+
+    assert measures()
+    monkeypatch.setattr(target, "_rows", None)
+    monkeypatch.setattr(type(target), "_probe_rows", lambda self: pytest.fail("run"))
+    assert not measures()
+    assert target.takes_rows()
+    assert measures(again=True)
+    assert measures(kernels=False)
+    assert not measures()
+    # Other kernels won their races since then, say by another version of MLX.
+    monkeypatch.setattr(few_rows.rows_attention, "use_where_faster", lambda *_, **__: ("2 heads: 4", []))
+    assert measures()
+    assert not measures()
+    (folder / "config.json").write_text('{"another": 1}')
+    assert measures()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kernels": "", "way": [1, 0], "rows": true, "trees": true}'])
+def test_what_cannot_be_read_is_measured(text, pair, folder, monkeypatch):
+    target, drafter, _ = pair
+    monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * target.replays)
+    use_where_faster(target, drafter, folders=[folder])
+    [stored] = (folder.parent / "home" / "ways").iterdir()
+    good = stored.read_text()
+    stored.write_text(text)
+    use_where_faster(target, drafter, folders=[folder])
+    assert target.replays
+    assert stored.read_text() == good
+
+
 @pytest.mark.parametrize("rows", [4, 64])
 def test_the_measurement_runs_and_takes_turns(rows):
     target, drafter = tiny_target("llama"), tiny_drafter()
