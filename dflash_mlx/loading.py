@@ -69,10 +69,13 @@ def load_pair(
     started = time.perf_counter()
     report = report or _ignore
     choice = choose_models(name, model, draft_model, method_called(method) if draft else Method.plain)
-    plan = _plan(choice, block_size=block_size, report=report)
     machines = other_machines()
     if machines is not None and exact:
-        raise UsageError("--exact needs the whole model on one machine; leave it out, or start without launch.")
+        raise UsageError(
+            "--exact needs each token's numbers added in the same order in every pass, and machines that add theirs "
+            "together do not keep to one; leave it out, or run the model on one machine, without launch."
+        )
+    plan = _plan(choice, block_size=block_size, report=report)
     if machines is None:
         report("loading the target", None)
         target, activations = load_target(plan.target_folder, dtype=dtype)

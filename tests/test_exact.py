@@ -16,9 +16,11 @@ import test_lossless
 from tiny import FAMILIES, VOCAB, tiny_target
 from tiny_families import family_target
 
+from dflash_mlx import loading
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.tree_rows import branched
 from dflash_mlx.decoding import decode as one_answer
+from dflash_mlx.errors import UsageError
 from dflash_mlx.generation import generate
 from dflash_mlx.kernels.exact.model import make_exact
 from dflash_mlx.loading import load_pair
@@ -205,3 +207,10 @@ def test_the_demo_pair_in_bfloat16():
     expected = generate(pair, prompt, params, draft=False).token_ids
     for tree, width in ((False, 15), (True, 20)):
         assert generate(pair, prompt, params, width=width, tree=tree).token_ids == expected
+
+
+def test_it_is_refused_on_several_machines_before_anything_is_fetched(monkeypatch):
+    monkeypatch.setattr(loading, "other_machines", object)
+    monkeypatch.setattr(loading, "ensure_model", lambda *args, **kwargs: pytest.fail("a model was fetched"))
+    with pytest.raises(UsageError, match=r"same order in every pass.* on one machine, without launch"):
+        load_pair("demo", exact=True)

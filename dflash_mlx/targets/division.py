@@ -38,12 +38,10 @@ def divide(target: Target, group: Group) -> None:
     """Leave this rank's share of the weights, before they are read. Raises CheckpointError."""
     kind = target.config.get("model_type")
     if not hasattr(target.model, "shard"):
-        whole_layers = " but by whole layers (a pipeline), which dflash-mlx does not support"
-        how = whole_layers if hasattr(target.model.get("model"), "pipeline") else ""
-        raise CheckpointError(
-            f"mlx-lm cannot divide models of the kind {kind} among machines{how}; run it on one, in a smaller "
-            "precision if need be."
-        )
+        found = f"mlx-lm cannot divide models of the kind {kind} among machines"
+        if hasattr(target.model.get("model"), "pipeline"):
+            found += " except by whole layers (a pipeline), which dflash-mlx does not support"
+        raise CheckpointError(f"{found}; run it on one machine, in a smaller precision if need be.")
     try:
         target.model.shard(group.ranks)
     except (AssertionError, AttributeError, ValueError) as error:

@@ -11,6 +11,9 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import dflash_mlx  # noqa: F401  # before mlx, which it gives OpenBLAS
+
+# isort: split
 import mlx.core as mx
 from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
 from tiny_pair import LetterTokenizer

@@ -1,8 +1,11 @@
 """What can be divided among machines, said before any weights are read."""
 
+from importlib import import_module
+from importlib.resources import files as files_of
+from pathlib import Path
 from types import SimpleNamespace
 
-import mlx.nn as nn
+import mlx_lm
 import pytest
 from tiny import tiny_target
 from tiny_families import family_target
@@ -37,17 +40,27 @@ def test_families_whose_key_value_heads_are_given_to_several_machines():
 
 
 def test_a_family_without_shard_is_refused():
-    with pytest.raises(CheckpointError, match="cannot divide models of the kind phi3"):
+    with pytest.raises(CheckpointError, match="cannot divide models of the kind phi3 among machines; run it"):
         divide(family_target("phi3"), group_of(2))
 
 
 def test_a_family_that_can_only_be_a_pipeline_is_refused():
-    target = tiny_target("llama")
-    target.model = nn.Module()
-    target.model.model = nn.Module()
-    target.model.model.pipeline = lambda group: None
-    with pytest.raises(CheckpointError, match=r"kind llama among machines but by whole layers \(a pipeline\)"):
+    target = family_target("qwen3_next")
+    if not hasattr(target.model.model, "pipeline"):
+        pytest.skip(f"mlx-lm {mlx_lm.__version__} cannot divide qwen3_next at all")
+    with pytest.raises(CheckpointError, match=r"kind qwen3_next among machines except by whole layers \(a pipeline\)"):
         divide(target, group_of(2))
+
+
+def test_the_docs_name_all_families_that_can_only_be_pipelines():
+    """A new one in mlx-lm needs a word in docs/several-macs.md."""
+    files = files_of("mlx_lm.models").iterdir()
+    names = [file.name[:-3] for file in files if file.name.endswith(".py") and "pipeline" in file.read_text("utf-8")]
+    modules = {name: import_module(f"mlx_lm.models.{name}") for name in names if name != "pipeline"}
+    assert "deepseek_v3" in modules
+    only = [name for name, module in modules.items() if not hasattr(module.Model, "shard")]
+    page = (Path(__file__).parents[2] / "docs/several-macs.md").read_text("utf-8")
+    assert [name for name in only if f"`{name}`" not in page] == []
 
 
 def test_what_else_cannot_be_divided_is_refused():
