@@ -18,6 +18,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.loading import load_pair
 from dflash_mlx.pair import ModelPair
+from dflash_mlx.policy import costs
 from dflash_mlx.runtime import backend
 
 
@@ -46,6 +47,15 @@ def demo_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DFLASH_MLX_HOME", str(home))
         yield home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_measuring() -> Iterator[None]:
+    """What a round costs is measured for as short as can be: 6 seconds for each of hundreds of tiny pairs add up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "_SECONDS_A_WIDTH", 0.01)
+        patch.setattr(costs, "_SECONDS_TO_SPEND", 0.5)
+        yield
 
 
 @pytest.fixture(scope="session")

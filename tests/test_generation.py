@@ -364,10 +364,10 @@ def test_prompts_are_read_at_once_where_the_gpu_waits_for_the_computer(kind, rep
     monkeypatch.setattr(ReadingTimes, "tokens_in", lambda self, seconds, *, least, most: least)
     pair.target.set_replays(replays)
     prompt = [3 + i % 20 for i in range(101)]
-    with Answering(pair, most_lanes=2) as making:
-        making.add(Answer(pair, [3, 4, 5], SamplingParams(max_tokens=90)))
+    with Answering(pair, draft=False, most_lanes=2) as making:
+        making.add(Answer(pair, [3, 4, 5], SamplingParams(max_tokens=90), draft=False))
         making.turn()
-        making.add(Answer(pair, prompt, SamplingParams(max_tokens=20)))
+        making.add(Answer(pair, prompt, SamplingParams(max_tokens=20), draft=False))
         making.turn()
         assert (not making._reading) == at_once
         found = []
