@@ -34,7 +34,7 @@ from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
 
 CHUNK, WIDTH = 16, 5
-CASES, FEW = int(os.environ.get("LOSSLESS_CASES", "10")), 4
+CASES, FEW = int(os.environ.get("LOSSLESS_CASES", "8")), 4
 
 
 class RandomGroup:

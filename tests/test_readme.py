@@ -235,7 +235,7 @@ def test_the_signatures_are_those_of_the_code() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_python_examples_run(
     demo_pair: ModelPair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -220,7 +220,7 @@ def test_a_rank_that_waits_says_that_it_is_there_and_leaves_the_cores_to_others(
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("what", ["idle", "reading", "drafting"])
+@pytest.mark.parametrize("what", [pytest.param("idle", marks=pytest.mark.long), "reading", "drafting"])
 def test_when_a_rank_dies_the_others_end(what, victim, folder, for_three):
     with ranks(3, *program("busy.py", what, for_three), folder=folder) as processes:
         assert processes[0].stdout.readline().strip() == str(processes[0].pid)
