@@ -2,12 +2,9 @@
 
 from dataclasses import asdict, dataclass
 
-import mlx_lm
-
-from dflash_mlx import __version__
 from dflash_mlx.checks import GUESS_TEXT, check_pair, read_guesses
 from dflash_mlx.pair import ModelPair, Report
-from dflash_mlx.policy.stored import file_marks, fingerprint, read_json, store
+from dflash_mlx.policy.stored import name_by_files, read_json, store
 
 # To be raised when the checks change, or what they find: a way to feed trees to more models, for example.
 _SCHEMA = 2
@@ -51,9 +48,8 @@ def examine(pair: ModelPair, *, report: Report) -> Findings:
 
 
 def _name(pair: ModelPair) -> str:
-    versions = _SCHEMA, __version__, mlx_lm.__version__
     settings = pair.method, pair.block_size, pair.dtype, pair.exact, *pair.target.ways
-    return f"pair-checks/{fingerprint(pair.folders, *versions, *settings, file_marks(pair.folders))}"
+    return name_by_files("pair-checks", pair.folders, _SCHEMA, *settings)
 
 
 def _read(name: str) -> Findings | None:

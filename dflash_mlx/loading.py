@@ -187,19 +187,10 @@ def _complete(
     warning = _NO_DRAFTER.format(model=choice.label) if by_default else choice.warning
     checks = [make_exact(target, kernels=kernels, report=report)] if exact else []
     # On several machines kernels are left out: they are made for whole layers, and races run the model by itself.
-    plainly = exact or target.machines > 1
-    notes = (
-        []
-        if plainly
-        else use_where_faster(
-            target,
-            drafter,
-            folders=folders if remember else (),
-            again=recheck,
-            kernels=kernels,
-            report=report,
-        )
-    )
+    notes: list[str] = []
+    if not exact and target.machines == 1:
+        own = folders if remember else ()
+        notes = use_where_faster(target, drafter, folders=own, again=recheck, kernels=kernels, report=report)
     return ModelPair(
         name=choice.label,
         target=target,

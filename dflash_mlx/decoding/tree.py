@@ -109,13 +109,18 @@ def likeliest(ranking: Ranking, size: int, *, scale: float = 1.0) -> Likeliest:
     places, branches = ranking.token_ids.shape
     size = min(size, sum(branches**depth for depth in range(1, places + 1)))
     paths = likely_paths(places, branches, size)
-    log_probs = mx.clip(ranking.log_probs + float(np.log(scale)), _LEAST, float(np.log(SUREST)))
+    log_probs = _scaled(ranking.log_probs, scale)
     straight = mx.cumsum(log_probs[:, 0])
     lesser = (log_probs - log_probs[:, :1]).flatten()
     sums = mx.concatenate([mx.zeros((1,)), straight, lesser])[paths.terms].sum(axis=1)
     found = mx.argpartition(-sums, size)[: size + 1] if size + 1 < sums.size else mx.arange(sums.size)
     found = found[mx.argsort(-sums[found])]
     return Likeliest(ranking, paths, found, mx.exp(sums[found[1:]]))
+
+
+def _scaled(log_probs: mx.array, scale: float) -> mx.array:
+    """Logarithms of probabilities that are multiplied by `scale`, within what counts."""
+    return mx.clip(log_probs + float(np.log(scale)), _LEAST, float(np.log(SUREST)))
 
 
 @dataclass
@@ -148,8 +153,7 @@ class LikeliestGrown:
 def likeliest_grown(grown: Grown, size: int, *, scale: float = 1.0) -> LikeliestGrown:
     """See `likeliest`."""
     size = min(size, grown.size)
-    log_probs = mx.clip(grown.log_probs + float(np.log(scale)), _LEAST, float(np.log(SUREST)))
-    sums = mx.pad(log_probs, (0, 1))[grown.paths].sum(axis=1)
+    sums = mx.pad(_scaled(grown.log_probs, scale), (0, 1))[grown.paths].sum(axis=1)
     found = mx.argpartition(-sums, size - 1)[:size]
     found = found[mx.argsort(-sums[found])]
     return LikeliestGrown(grown, found, mx.exp(sums[found]))

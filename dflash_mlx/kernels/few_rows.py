@@ -26,9 +26,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 
-from dflash_mlx import __version__
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.contract import Drafter, Nobody
 from dflash_mlx.kernels import exponentials
@@ -36,7 +34,7 @@ from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work, se
 from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
 from dflash_mlx.kernels.race import Report, is_faster, take_turns
 from dflash_mlx.kernels.rows_attention import layers as rows_attention
-from dflash_mlx.policy.stored import file_marks, fingerprint, read_json, store
+from dflash_mlx.policy.stored import name_by_files, read_json, store
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.loading import activation_dtype
@@ -115,8 +113,7 @@ def use_where_faster(
 
 def _name(target: Target, drafter: Drafter | None, folders: Sequence[Path], *, kernels: bool) -> str:
     how = drafter.method if drafter is not None else "plain"
-    settings = _SCHEMA, __version__, mlx_lm.__version__, how, kernels, activation_dtype(target.model)
-    return f"ways/{fingerprint(folders, *settings, file_marks(folders))}"
+    return name_by_files("ways", folders, _SCHEMA, how, kernels, activation_dtype(target.model))
 
 
 def _read(name: str) -> _Chosen | None:

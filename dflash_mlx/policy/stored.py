@@ -8,6 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import mlx_lm
+
+from dflash_mlx import __version__
 from dflash_mlx.hub.leftovers import write_atomically
 from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.runtime import backend
@@ -34,6 +37,15 @@ def file_marks(folders: Sequence[Path]) -> str:
     files = [file for folder in folders for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
     states = [(file.name, file.stat()) for file in files if file.is_file()]
     return str([(name, state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns) for name, state in states])
+
+
+def name_by_files(kind: str, folders: Sequence[Path], schema: int, *settings: object) -> str:
+    """Under which name to store what was found out about models: another one when a file of theirs changes.
+
+    It changes with this package and mlx-lm, too. schema: of what is stored.
+    """
+    versions = schema, __version__, mlx_lm.__version__
+    return f"{kind}/{fingerprint(folders, *versions, *settings, file_marks(folders))}"
 
 
 def read_stored(name: str, keys: Sequence[str]) -> dict[str, dict[int, float]] | None:
