@@ -98,6 +98,10 @@ class RowKVCache:
         """Write tokens after each row's length, (B, heads, L, head_dim)."""
         self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
 
+    def write_at(self, index: mx.array, keys: mx.array, values: mx.array) -> None:
+        """Write tokens at the positions `index`, (B, 1, L, 1), of each row, (B, heads, L, head_dim)."""
+        self.keys, self.values = _put(self.keys, index, keys), _put(self.values, index, values)
+
     @property
     def state(self) -> tuple[mx.array, mx.array]:
         """What is computed when the cache is."""
@@ -113,7 +117,7 @@ class RowKVCache:
     def _written(self, array: mx.array, tokens: mx.array) -> mx.array:
         if array.shape[0] == 1:
             return mx.slice_update(array, tokens, self.lengths.value, axes=(2,))
-        return mx.put_along_axis(array, self.lengths.index(tokens.shape[2]), tokens.astype(array.dtype), axis=2)
+        return _put(array, self.lengths.index(tokens.shape[2]), tokens)
 
     def make_mask(self, count: int, *, window_size: int | None = None, return_array: bool = False) -> mx.array:
         return self.lengths.mask(count, window_size or self.window)
@@ -340,6 +344,10 @@ def _give(leaf: RowKVCache, row: int, length: int, origin: Any, start: int) -> N
         arrays = tuple(mx.contiguous(array[row : row + 1, :, : room_for(length)]) for array in arrays)
     origin.keys, origin.values = arrays
     origin.offset = length
+
+
+def _put(array: mx.array, index: mx.array, tokens: mx.array) -> mx.array:
+    return mx.put_along_axis(array, index, tokens.astype(array.dtype), axis=2)
 
 
 def _computed(array: mx.array) -> mx.array:

@@ -76,10 +76,15 @@ def keep_path(rows: Rows, path: mx.array, fed: Sequence[mx.array]) -> None:
     """Write the rows of `path`, (D + 1,), of what was `fed` after the lengths, where they would be as a chain.
 
     They come from what was fed and not from the buffers: MLX copies a whole array that is written while a read of it is
-    on its way.
+    on its way. All rows are written, those off the path to the last place of the tree, which counts no more: to pick
+    the path's first would be twice as many operations, and this takes two for each layer.
     """
+    fed_rows = fed[0].shape[2]
+    found = path[:, None] == mx.arange(fed_rows)
+    places = mx.where(found.any(axis=0), found.argmax(axis=0), fed_rows - 1)
+    index = (rows.lengths.value + places)[None, None, :, None]
     for leaf, keys, values in zip(rows.attention, fed[::2], fed[1::2], strict=True):
-        leaf.write(mx.take(keys, path, axis=2), mx.take(values, path, axis=2))
+        leaf.write_at(index, keys, values)
 
 
 def works_with(model: nn.Module, vocab_size: int, make_cache: Callable[[], list[Any]]) -> bool:

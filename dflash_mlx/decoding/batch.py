@@ -128,6 +128,14 @@ class Batch:
         if not self.rows and arriving:
             vars(self).update(vars(arriving[0]))
             arriving = arriving[1:]
+        left = self._put_in_order(arriving, before)
+        if self.target.replays and (arriving or len(left) != before):
+            # By itself: a pass that begins with other operations than the one before is planned anew on CUDA.
+            self._compute()
+        return left
+
+    def _put_in_order(self, arriving: Sequence["Batch"], before: int) -> list[int]:
+        """See `arrange`; before: how many rows there were."""
         count = self._wanted_rows(sum(len(other.rows) for other in arriving))
         if self.state is not None and (arriving or count != len(self.rows)):
             self.state.settle(self.at)
@@ -145,6 +153,12 @@ class Batch:
         kept = [next(last) if row in gone else row for row in range(count)]
         self._keep(kept)
         return [row for row in kept if row < before]
+
+    def _compute(self) -> None:
+        """Launch whatever is still to be computed of the rows."""
+        assert isinstance(self.caches, BatchCaches)
+        drafting: list[Any] = [leaf.state for leaf in self.state.layers()] if self.state is not None else []
+        mx.async_eval(self.caches.arrays(), drafting, self.at, self.anchors)
 
     def _add(self, count: int) -> None:
         """Add rows without lanes."""

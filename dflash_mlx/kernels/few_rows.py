@@ -17,7 +17,6 @@ As with `targets.taps`, layer *instances* get a subclass of their own class; cla
 are.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -42,6 +41,8 @@ from dflash_mlx.targets.target import Target
 
 # A round's rows, for which things are measured, and more, of several answers, for which the linear kernel is tried.
 _ROUND, _MORE_ROWS = 16, (64, 256)
+# How often each way is timed.
+_TURNS = 4
 # How products of rows and passes are made: whether passes are replayed, and up to how many rows the kernel is used.
 Way = tuple[bool, int]
 W = TypeVar("W")
@@ -176,13 +177,13 @@ def _rows(drafter: Drafter | None) -> int:
 def _compare(
     target: Target, drafter: Drafter | None, rows: int, ways: Sequence[W], switch: Callable[[W], None]
 ) -> dict[W, float]:
-    """Medians of what a round's computing takes over `rows` rows, in turns, each way after it was switched to."""
+    """The least that a round's computing takes over `rows` rows, in turns, each way after it was switched to."""
 
     def timed(way: W) -> float:
         switch(way)
         return _seconds(target, drafter, rows)
 
-    return {way: statistics.median(times) for way, times in take_turns(ways, timed).items()}
+    return {way: min(times) for way, times in take_turns(ways, timed, times=_TURNS).items()}
 
 
 def _seconds(target: Target, drafter: Drafter | None, rows: int) -> float:

@@ -5,7 +5,6 @@ run for several numbers of rows, since MLX's own operations take turns for the w
 another chip. Anything odd is a lost race, with a note that says why.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ ROWS = (2, 4, 6, 8, 12, 16, 24, 32)
 DIFFERENCE = {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 2e-2}
 # A kernel must be this much faster: less would be noise. No run may take longer than a stall.
 _GAIN, _STALL_SECONDS = 0.05, 0.1
-_TIMED = 3
+# Turns that are timed: so many, and more where they are quick, until they have taken this long together.
+_TIMED, _MOST_TIMED, _SECONDS = 3, 12, 0.1
 # Operands of one kind in a race: the most, and the bytes that are enough.
 _OPERANDS, _BYTES = 16, 100_000_000
 _SCHEMA = 2
@@ -77,22 +77,32 @@ def race(ordinary: Way, own: Way, inputs: Callable[[int], mx.array], rows: Seque
                 # The comparison is false for NaN, too.
                 if not difference <= DIFFERENCE[expected.dtype]:
                     return Verdict(seconds, f"{count} rows differ from MLX's by {difference:.2g}")
-            times = take_turns((ordinary, own), partial(_seconds, x=x))
+            times = take_turns((ordinary, own), partial(_seconds, x=x), most=_MOST_TIMED)
         except (RuntimeError, ValueError) as error:  # no compiler, or one that refuses the kernel
             return Verdict(seconds, f"{count} rows: {' '.join(str(error).split())[:200]}")
         slowest = max(times[own])
         if slowest > _STALL_SECONDS + max(times[ordinary]):
             return Verdict(seconds, f"{count} rows stalled for {slowest * 1000:.0f} ms")
-        seconds[count] = statistics.median(times[ordinary]), statistics.median(times[own])
+        seconds[count] = min(times[ordinary]), min(times[own])
     return Verdict(seconds)
 
 
-def take_turns(ways: Sequence[W], seconds: Callable[[W], float], *, times: int = _TIMED) -> dict[W, list[float]]:
-    """What each way takes, so many times; the first turn, in which things are compiled, does not count."""
+def take_turns(
+    ways: Sequence[W], seconds: Callable[[W], float], *, times: int = _TIMED, most: int | None = None
+) -> dict[W, list[float]]:
+    """What each way takes, so many times; the first turn, in which things are compiled, does not count.
+
+    most: so many times where all turns together are quick. Take the least of them where other work may have disturbed
+    them, as on a computer that launches what a GPU does: it only makes them longer.
+    """
     taken: dict[W, list[float]] = {way: [] for way in ways}
-    for _ in range(1 + times):
+    spent = 0.0
+    for turn in range(1 + max(times, most or 0)):
+        if turn > times and spent > _SECONDS:
+            break
         for way in ways:
             taken[way].append(seconds(way))
+            spent += taken[way][-1]
     return {way: found[1:] for way, found in taken.items()}
 
 

@@ -51,13 +51,16 @@ class GroupCosts:
     """Seconds of the parts of a shared round, measured at some numbers and interpolated between.
 
     plain: a round without drafts, by lanes. verify: a pass of the target and its judgement, by rows of all lanes
-    together. draft: a pass of the drafter, by rows. `observe` follows slow changes.
+    together. draft: a pass of the drafter, by rows. `observe` follows slow changes, and learns where rounds of a width
+    take longer than other rounds of as many rows.
     """
 
     plain: Mapping[int, float]
     verify: Mapping[int, float]
     draft: Mapping[int, float]
+    # What rounds took, times what was measured: of those without drafts and with, and of single widths.
     _drift: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
+    _own_drift: dict[int, float] = field(default_factory=dict)
 
     def round(self, lanes: int, width: int, *, drafted: int | None = None) -> float:
         """A round of this many lanes that verifies `width` drafts of `drafted` places each (as many, when None)."""
@@ -65,12 +68,21 @@ class GroupCosts:
         drafting = interpolate(self.draft, lanes * (drafted + 1)) if drafted else 0.0
         rows = lanes * (width + 1)
         passed = interpolate(self.verify, rows) if width else interpolate(self.plain, lanes)
-        return (passed + drafting) * self._drift[drafted > 0]
+        own = self._own_drift.get(width, 1.0) if width else 1.0
+        return (passed + drafting) * self._drift[drafted > 0] * own
 
     def observe(self, seconds: float, lanes: int, width: int, drafted: int) -> None:
         """Follow slow changes (a warm machine, longer contexts); a single outlier counts little."""
         ratio = seconds / self.round(lanes, width, drafted=drafted)
-        self._drift[drafted > 0] *= min(max(ratio, 0.5), 2.0) ** 0.1
+        change = min(max(ratio, 0.5), 2.0) ** 0.1
+        if width == 0:
+            self._drift[drafted > 0] *= change
+            return
+        self._own_drift[width] = self._own_drift.get(width, 1.0) * change
+        # What the widths have in common is the drift of all rounds with drafts.
+        common = float(np.exp(np.log(list(self._own_drift.values())).mean()))
+        self._drift[True] *= common
+        self._own_drift = {own: drift / common for own, drift in self._own_drift.items()}
 
 
 def interpolate(table: Mapping[int, float], at: int) -> float:

@@ -102,6 +102,20 @@ def check_home(lane, tokens):
         assert mx.allclose(found.values[..., :length, :], expected.values[..., :length, :], atol=1e-4).item()
 
 
+@pytest.mark.parametrize("replays", [True, False])
+def test_what_arrives_is_computed_apart_from_a_pass_that_is_replayed(replays, target, text, monkeypatch):
+    """MLX plans a pass anew on CUDA that begins with other operations than the one before."""
+    batch, launched = Batch(target, None), []
+    batch.arrange([Batch.of(lane_of(target, None, text[:5]), None)])
+    monkeypatch.setattr(target, "replays", replays)
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: launched.append(arrays))
+    batch.arrange([])
+    assert launched == []
+    batch.arrange([Batch.of(lane_of(target, None, text[:9]), None)])
+    assert len(launched) == replays
+    assert batch.at.tolist() == [4, 8]
+
+
 def test_rows_are_put_in_order(target, text, monkeypatch):
     monkeypatch.setattr(batches, "_ROUNDS_UNUSED", 0)
     batch = Batch(target, None)

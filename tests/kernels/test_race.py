@@ -76,6 +76,26 @@ def test_a_kernel_that_stalls_is_not_used(clock, monkeypatch):
     assert verdict.used_for() == ()
 
 
+def test_quick_races_have_more_turns_and_the_least_counts(clock, monkeypatch):
+    """What else the computer does makes single turns longer, never shorter."""
+    turns = []
+
+    def own(x):
+        return plain(x)
+
+    def seconds(way, x):
+        turns.append(way)
+        return (1 + len(turns) % 3) * (1e-4 if way is own else 2e-4)
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+    assert race(plain, own, inputs, rows=(2,)) == Verdict({2: (2e-4, 1e-4)})
+    assert turns.count(own) == 1 + module._MOST_TIMED
+    turns.clear()
+    monkeypatch.setattr(module, "_SECONDS", 0.0)
+    race(plain, own, inputs, rows=(2,))
+    assert turns.count(own) == 1 + module._TIMED
+
+
 def test_what_lies_between_two_races_follows_both():
     verdict = Verdict({2: (1.0, 0.5), 4: (1.0, 0.5), 8: (1.0, 2.0), 16: (1.0, 0.5)})
     assert [rows for rows, on in enumerate(verdict.used_for()) if on] == [2, 3, 4, 16]

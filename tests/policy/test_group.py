@@ -92,6 +92,17 @@ def test_a_round_costs_its_parts():
     assert costs.round(8, 0, drafted=7) == pytest.approx(1.05 + 0.11)
 
 
+def test_widths_that_take_longer_than_was_measured_are_found_out():
+    """As with attention that has a kernel for some numbers of rows; other widths are not blamed."""
+    costs, truth = flat(), flat()
+    for _ in range(150):
+        costs.observe(2 * truth.round(16, 3), 16, 3, 3)
+        costs.observe(truth.round(16, 7), 16, 7, 7)
+    assert costs.round(16, 3) == pytest.approx(2 * truth.round(16, 3), rel=0.05)
+    assert costs.round(16, 7) == pytest.approx(truth.round(16, 7), rel=0.05)
+    assert costs.round(16, 0) == truth.round(16, 0)
+
+
 def test_costs_follow_the_machine():
     """Drafted rounds and plain ones by themselves; an outlier counts little."""
     costs, truth = bound_by_memory(), bound_by_memory()

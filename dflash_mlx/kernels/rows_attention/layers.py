@@ -19,6 +19,9 @@ from dflash_mlx.runtime import backend
 # Numbers of rows and of positions that are raced. What lies between two of them follows both; shorter caches are left
 # to MLX, and longer ones follow the longest. One row, too: in rows it has a mask, with which MLX has no kernel on CUDA.
 ROWS, LENGTHS = (1, 2, 4, 8, 16, 32), (256, 1024, 4096, 16384)
+# Answers at once that are raced on CUDA, where so many decide otherwise; numbers between two of them follow the lower.
+# Their caches take much memory, so the longest are left to MLX when there are several.
+LANES, _LONGEST_OF_SEVERAL = (1, 16, 64), 4096
 # MLX's kernel for a few rows takes so many, and so many of all query heads that share one of keys.
 _MLX_ROWS, _MLX_ROWS_OF_HEADS = 8, 32
 # Heads of common models (heads, those of keys, size) that `doctor --kernels` races.
@@ -109,22 +112,31 @@ def use_where_faster(
     layers = [layer for model in models for layer in attention_layers(model)]
     kinds = heads_used(layers, run)
     verdicts, notes = known_verdicts().complete({k: v for heads in kinds for k, v in races(heads).items()}, report)
-    table: dict[tuple[Heads, int, int], Way] = {}
+    table: dict[tuple[Heads, int, int, int], Way] = {}
     words = []
-    for heads in kinds:
-        for name, places in chosen(heads, verdicts).items():
-            table |= {(heads, rows, span): rivals()[name].attention for rows, span in places}
-            words.append(in_words(f"{heads} {name}", (f"{rows}/{LENGTHS[span - 1]}" for rows, span in places)))
+    for heads, lanes in ((heads, lanes) for heads in kinds for lanes in _lanes()):
+        for name, places in chosen(heads, verdicts, lanes).items():
+            table |= {(heads, lanes, rows, span): rivals()[name].attention for rows, span in places}
+            shape = f"{heads} {name}" + (f", {lanes} answers" if lanes > 1 else "")
+            words.append(in_words(shape, (f"{rows}/{LENGTHS[span - 1]}" for rows, span in places)))
     if table:
         set_attention(layers, _by_table(table))
     return "; ".join(words), notes
 
 
-def _by_table(table: Mapping[tuple[Heads, int, int], Way]) -> Callable[..., mx.array]:
+def _lanes() -> tuple[int, ...]:
+    """Numbers of answers at once that are raced on this machine."""
+    return LANES if backend().kind == "cuda" else LANES[:1]
+
+
+def _by_table(table: Mapping[tuple[Heads, int, int, int], Way]) -> Callable[..., mx.array]:
+    raced = _lanes()
+
     @instead_of_ordinary
     def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask) -> mx.array | None:
         (batch, _, rows, _), length = queries.shape, keys.shape[2]
-        way = table.get((_heads_of(queries, keys), rows, bisect_right(LENGTHS, length)))
+        lanes = raced[bisect_right(raced, batch) - 1]
+        way = table.get((_heads_of(queries, keys), lanes, rows, bisect_right(LENGTHS, length)))
         whole = mask.shape == (batch, 1, rows, length) if isinstance(mask, mx.array) else mask == "causal"
         if way is None or not whole or not _is_plain(queries, keys, values):
             return None
@@ -142,10 +154,11 @@ def _is_plain(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
     return same and queries.shape[3] == keys.shape[3]
 
 
-def chosen(heads: Heads, verdicts: Mapping[str, Verdict]) -> dict[str, list[tuple[int, int]]]:
+def chosen(heads: Heads, verdicts: Mapping[str, Verdict], lanes: int = 1) -> dict[str, list[tuple[int, int]]]:
     """By way, for which numbers of rows and between which `LENGTHS` it is used: where it won at both ends, and fastest.
 
-    A number of positions that has `span` of the LENGTHS up to it lies between the last of these and the next one.
+    lanes: answers at once, of the LANES. A number of positions that has `span` of the LENGTHS up to it lies between the
+    last of these and the next one.
     """
     used: dict[str, list[tuple[int, int]]] = {}
     for span in range(1, len(LENGTHS) + 1):
@@ -153,9 +166,9 @@ def chosen(heads: Heads, verdicts: Mapping[str, Verdict]) -> dict[str, list[tupl
         for rows in range(min(ROWS), max(ROWS) + 1):
             raced = min(count for count in ROWS if count >= rows)
             seconds = {
-                name: sum(verdicts[_shape(heads, length, name)].seconds[raced][1] for length in ends)
+                name: sum(verdicts[_shape(heads, length, name, lanes)].seconds[raced][1] for length in ends)
                 for name in rivals()
-                if all(_won(verdicts.get(_shape(heads, length, name)), rows) for length in ends)
+                if all(_won(verdicts.get(_shape(heads, length, name, lanes)), rows) for length in ends)
             }
             if seconds:
                 used.setdefault(min(seconds, key=lambda name: seconds[name]), []).append((rows, span))
@@ -194,15 +207,17 @@ def races(heads: Heads) -> dict[str, Callable[[], Verdict]]:
     """Races for one kind of heads, by what they are about."""
     like = [mx.zeros((1, count, 1, heads.head_dim), heads.dtype) for count in (heads.heads, heads.groups, heads.groups)]
     return {
-        _shape(heads, length, name): partial(race_rival, rival.attention, heads, length)
+        _shape(heads, length, name, lanes): partial(race_rival, rival.attention, heads, length, lanes)
         for name, rival in rivals().items()
         if rival.made_for(*like)
+        for lanes in _lanes()
         for length in LENGTHS
+        if lanes == 1 or length <= _LONGEST_OF_SEVERAL
     }
 
 
-def _shape(heads: Heads, length: int, name: str) -> str:
-    return f"{heads}, over {length} positions {name}"
+def _shape(heads: Heads, length: int, name: str, lanes: int = 1) -> str:
+    return f"{heads}, over {length} positions {name}" + (f", {lanes} answers" if lanes > 1 else "")
 
 
 def races_typical() -> dict[str, Callable[[], Verdict]]:
@@ -213,11 +228,13 @@ def races_typical() -> dict[str, Callable[[], Verdict]]:
     return found
 
 
-def race_rival(attention: Callable[..., mx.array], heads: Heads, length: int) -> Verdict:
-    """One way against MLX's own attention, over several caches of this length."""
-    size = 2 * heads.groups * length * heads.head_dim * heads.dtype.size
-    caches = [_cache(heads, length, seed) for seed in range(repeats(size))]
-    masks = {rows: mx.tri(rows, length, length - rows, dtype=mx.bool_)[None, None] for rows in ROWS}
+def race_rival(attention: Callable[..., mx.array], heads: Heads, length: int, lanes: int = 1) -> Verdict:
+    """One way against MLX's own attention, over several caches of this length, each of so many answers."""
+    size = 2 * lanes * heads.groups * length * heads.head_dim * heads.dtype.size
+    caches = [_cache(heads, length, lanes, seed) for seed in range(repeats(size))]
+    masks = {
+        rows: mx.repeat(mx.tri(rows, length, length - rows, dtype=mx.bool_)[None, None], lanes, axis=0) for rows in ROWS
+    }
     mx.eval(list(masks.values()))
     scale = heads.head_dim**-0.5
 
@@ -228,7 +245,7 @@ def race_rival(attention: Callable[..., mx.array], heads: Heads, length: int) ->
         return one_by_one(partial(_with_mask, _mlx, scale, masks[x.shape[2]]), x, caches)
 
     def inputs(rows: int) -> mx.array:
-        x = mx.random.normal((1, heads.heads, rows, heads.head_dim), key=mx.random.key(rows)).astype(heads.dtype)
+        x = mx.random.normal((lanes, heads.heads, rows, heads.head_dim), key=mx.random.key(rows)).astype(heads.dtype)
         mx.eval(x)
         return x
 
@@ -245,9 +262,9 @@ def _mlx(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
-def _cache(heads: Heads, length: int, seed: int) -> tuple[mx.array, mx.array]:
+def _cache(heads: Heads, length: int, lanes: int, seed: int) -> tuple[mx.array, mx.array]:
     """Keys and values that are parts of larger arrays, like those of a cache with room to spare."""
-    shape = (1, heads.groups, length + 256, heads.head_dim)
+    shape = (lanes, heads.groups, length + 256, heads.head_dim)
     keys, values = (
         mx.random.normal(shape, key=key).astype(heads.dtype) for key in mx.random.split(mx.random.key(seed))
     )
@@ -260,4 +277,4 @@ def known_verdicts() -> Verdicts:
     cuda = "matrix_units.cu", *(f"rows_attention/{name}.cu" for name in ("first_pass", "second_pass", "one_launch"))
     metal = (f"rows_attention/{name}.metal" for name in ("loading", "first_pass", "second_pass"))
     sources = map(source, cuda if backend().kind == "cuda" else metal)
-    return Verdicts("rows_attention", "".join([*sources, str(ROWS), str(LENGTHS)]))
+    return Verdicts("rows_attention", "".join([*sources, str(ROWS), str(LENGTHS), str(_lanes())]))
