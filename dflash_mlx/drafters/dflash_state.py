@@ -55,12 +55,21 @@ class DFlashState(RowState):
             self.absorb()
 
     def absorb(self) -> None:
-        """Turn the features that wait into keys and values."""
-        if self._pending:
-            features = self._pending[0] if len(self._pending) == 1 else mx.concatenate(self._pending, axis=1)
-            self._pending = []
-            self.rows.lengths.value = self._pending_at
-            self._passes.absorb(self.rows, features)
+        """Turn the features that wait into keys and values.
+
+        By twice as many tokens each time, so that few shapes have to be written down and compiled.
+        """
+        if not self._pending:
+            return
+        features = self._pending[0] if len(self._pending) == 1 else mx.concatenate(self._pending, axis=1)
+        self._pending = []
+        # A block, of which a part may be rejected, is a shape that comes each time.
+        sizes = [features.shape[1]] if not self._pending_kept else _powers_of_two(features.shape[1])
+        start = 0
+        for size in sizes:
+            self.rows.lengths.value = self._pending_at + start if start else self._pending_at
+            self._passes.absorb(self.rows, features[:, start : start + size] if len(sizes) > 1 else features)
+            start += size
 
     def settle(self, at: mx.array) -> None:
         self.absorb()
@@ -115,6 +124,11 @@ class DFlashState(RowState):
         block = mx.concatenate([anchors.astype(mx.uint32)[:, None], drafts], axis=1)
         logits, hidden = self._passes.draft(self.rows, block)
         return logits, hidden
+
+
+def _powers_of_two(count: int) -> list[int]:
+    """Different powers of two that add up to a number: 11 -> [1, 2, 8]."""
+    return [1 << bit for bit in range(count.bit_length()) if count >> bit & 1]
 
 
 class _Passes:

@@ -57,3 +57,29 @@ def test_each_other_lane_drafts_by_its_own_strategy(options):
 
 def test_it_never_waits_for_the_host():
     assert state_of(tiny_drafter()).outlook([]) is Outlook.DEVICE
+
+
+@pytest.mark.parametrize("waiting", [1, 2, 11])
+def test_features_that_have_waited_are_taken_in_as_they_came(waiting, monkeypatch):
+    """In few shapes: by 1, 2 and 8 tokens where 11 have waited."""
+    drafter = tiny_drafter()
+    features = mx.random.normal((1, waiting, drafter.config.feature_size), key=mx.random.key(0))
+    held, fed = [], []
+    for together in (True, False):
+        state = state_of(drafter)
+        absorb = state._passes.absorb
+        monkeypatch.setattr(state._passes, "absorb", lambda rows, x, on=absorb: (fed.append(x.shape[1]), on(rows, x)))
+        for i in range(waiting):
+            at = mx.array([len(PROMPT) + i])
+            state.extend(mx.zeros((1, 1)), features[:, i : i + 1], at, room=len(PROMPT) + i + 1, all_kept=True)
+            if not together:
+                state.settle(at + 1)
+        held.append(state.layers())
+        assert sum(fed) == waiting
+        assert not together or fed == [size for size in (1, 2, 4, 8) if waiting & size]
+        fed.clear()
+    end = len(PROMPT) + waiting
+    for together, apart in zip(*held, strict=True):
+        for name in ("keys", "values"):
+            found, expected = (getattr(layer, name)[:, :, :end] for layer in (together, apart))
+            assert mx.abs(found - expected).max().item() < 1e-5
