@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.ranks.group import Group
-from dflash_mlx.targets.division import check_divisible, divide
+from dflash_mlx.targets.division import divide
 from dflash_mlx.targets.target import Target, wrap_model
 
 # On CUDA a quantized model is expanded while it then takes no more than this share of the memory.
@@ -35,8 +35,6 @@ def load_target(folder: Path, *, dtype: str, group: Group | None = None) -> tupl
 
     config = read_json(folder / "config.json")
     _check_counts(config, folder)
-    if group is not None:
-        check_divisible(config, group.size)
     try:
         model, config = load_model(folder, lazy=True)
     except (FileNotFoundError, AssertionError, *WRONG_VALUES) as error:

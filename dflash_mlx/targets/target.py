@@ -21,6 +21,7 @@ from dflash_mlx.errors import PairError
 from dflash_mlx.ranks.mirror import Mirrored, mirrored
 from dflash_mlx.targets.parts import EMBEDDINGS, FINAL_NORMS, HEADS, candidates, embedding_scale, head_rows
 from dflash_mlx.targets.taps import tapped
+from dflash_mlx.targets.whole_layers import WholeLayers
 
 P = TypeVar("P")
 
@@ -47,6 +48,8 @@ class Target(Mirrored):
     kernels: str = ""
     # Among how many it is divided (`division.divide`).
     machines: int = 1
+    # Where each of them has whole layers: which ones this one has.
+    whole_layers: WholeLayers | None = None
     # What drafters compute for this target, by the drafter's id.
     drafting: dict[int, Any] = field(default_factory=dict)
     _rows: bool | None = None
@@ -128,6 +131,8 @@ class Target(Mirrored):
         norm = [self.final_norm] if isinstance(self.final_norm, nn.Module) else []
         with tapped([*self.layers, *norm], layer_ids) as outputs:
             logits = self.model(tokens, cache=cache)
+        if self.whole_layers is not None:
+            self.whole_layers.complete(outputs)
         return logits, mx.concatenate([self._stream(outputs[i]) for i in layer_ids], axis=-1)
 
     def pass_for(self, layer_ids: Sequence[int]) -> Pass:
