@@ -42,11 +42,13 @@ class WholeLayers:
         self._group, runs = group, runs_of_layers(sizes, group.size)
         self.own, self._of_rank_0 = runs[-1 - group.rank], runs[-1]
         self._ends = {run[-1] for run in runs[:-1]}
+        # How many runs of layers were passed since somebody set this to 0.
+        self._passed = 0
         for i, layer in enumerate(layers):
             if i not in self.own:
                 _empty(layer)
             if i in self._ends:
-                object.__setattr__(layer, _END, (self._on_all, i in self.own))
+                object.__setattr__(layer, _END, (self._pass_on, i in self.own))
                 layer.__class__ = _with_end(type(layer))
 
     def complete(self, outputs: dict[int, mx.array]) -> None:
@@ -57,11 +59,41 @@ class WholeLayers:
         parts = [outputs[i] if i in self.own else mx.zeros_like(outputs[i]) for i in missing]
         outputs.update(zip(missing, mx.split(self._on_all(mx.concatenate(parts)), len(missing)), strict=True))
 
+    def attempt(self, model: nn.Module, embedded: mx.array, tokens: mx.array, caches: Any) -> mx.array:
+        """Run a model that may fail with such caches: if it does on one rank, all of them raise RuntimeError.
+
+        embedded: hidden states of the pass, for their shape. Without this, the others would wait for the one that fails.
+        """
+        self._passed, found = 0, None
+        try:
+            found = model(tokens, cache=caches)
+        except Exception:  # which is what is to be found out
+            for _ in range(len(self._ends) - self._passed):
+                self._on_all(mx.zeros_like(embedded))
+        if self._on_all(mx.array(int(found is None))).item() or found is None:
+            raise RuntimeError("the model does not run with these caches")
+        return found
+
+    def _pass_on(self, part: mx.array) -> mx.array:
+        self._passed += 1
+        return self._on_all(part)
+
     def _on_all(self, part: mx.array) -> mx.array:
         """What one rank has and the others add zeros to, on all of them."""
         whole = mx.distributed.all_sum(part, group=self._group.ranks)
         mx.async_eval(whole)
         return whole
+
+
+class Attempting(nn.Module):
+    """A model whose passes are attempts (see `WholeLayers.attempt`)."""
+
+    def __init__(self, model: nn.Module, parts: WholeLayers, embed: Callable[[mx.array], mx.array]) -> None:
+        super().__init__()
+        self.model, self._parts, self._embed = model, parts, embed
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        return self._parts.attempt(self.model, self._embed(tokens), tokens, cache)
 
 
 def runs_of_layers(sizes: Sequence[int], machines: int) -> list[range]:
@@ -156,13 +188,13 @@ def _with_end(kind: type[nn.Module]) -> type[nn.Module]:
 
     def call(self: nn.Module, hidden: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         result: mx.array = kind.__call__(self, hidden, *args, **kwargs)
-        on_all, is_own = self.__dict__[_END]
+        pass_on, is_own = self.__dict__[_END]
         if not is_own:
             # After what was summed before it.
             result = mx.depends(mx.zeros_like(hidden), hidden)
         elif (result.shape, result.dtype) != (hidden.shape, hidden.dtype):
             raise ValueError(f"a layer made {result.dtype} {result.shape} of {hidden.dtype} {hidden.shape}")
-        whole: mx.array = on_all(result)
+        whole: mx.array = pass_on(result)
         return whole
 
     return type(f"EndOfRun{kind.__name__}", (kind,), {"__call__": call})
