@@ -62,7 +62,8 @@ class WholeLayers:
     def attempt(self, model: nn.Module, embedded: mx.array, tokens: mx.array, caches: Any) -> mx.array:
         """Run a model that may fail with such caches: if it does on one rank, all of them raise RuntimeError.
 
-        embedded: hidden states of the pass, for their shape. Without this, the others would wait for the one that fails.
+        Without this, the others would wait for the one that fails.
+        embedded: hidden states of the pass, for their shape.
         """
         self._passed, found = 0, None
         try:
