@@ -44,9 +44,11 @@ class WholeLayers:
         self._ends = {run[-1] for run in runs[:-1]}
         # How many runs of layers were passed since somebody set this to 0.
         self._passed = 0
+        # Own layers may share parts with others.
+        kept = {id(module) for i in self.own for module in layers[i].modules()}
         for i, layer in enumerate(layers):
             if i not in self.own:
-                _empty(layer)
+                _empty(layer, kept)
             if i in self._ends:
                 object.__setattr__(layer, _END, (self._pass_on, i in self.own))
                 layer.__class__ = _with_end(type(layer))
@@ -136,11 +138,11 @@ def takes_whole_layers(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
     return True
 
 
-def _empty(layer: nn.Module) -> None:
-    """Take a layer's weights away; hidden states go through it, and its caches stay in step."""
+def _empty(layer: nn.Module, kept: set[int]) -> None:
+    """Take a layer's weights away, but for `kept` modules; hidden states go through it, and its caches stay in step."""
     for module in layer.modules():
         for name, value in list(module.items()):
-            if _has_arrays(value):
+            if id(module) not in kept and _has_arrays(value):
                 del module[name]
     for mixer in mixers_of(layer):
         mixer.__class__ = _empty_mixer(type(mixer))

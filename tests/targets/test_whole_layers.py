@@ -189,6 +189,15 @@ class Layer(nn.Module):
         return mx.concatenate([x, x], axis=-1) if self.wider else 2 * x
 
 
+def test_what_layers_share_is_left_to_those_that_are_here():
+    layers = [Layer(), Layer()]
+    layers[0].shared = layers[1].shared = nn.Linear(2, 2)
+    layers[0].alone = nn.Linear(2, 2)
+    WholeLayers(layers, [1, 1], group_of(0, 2))
+    assert "weight" in layers[1].shared
+    assert "weight" not in layers[0].alone
+
+
 class Asking(Layer):
     """A layer that takes something from the layer before."""
 
