@@ -235,6 +235,7 @@ def test_the_doctor_looks_at_all_machines(folder, llama):
     assert [machine["rank"] for machine in found["machines"]] == [0, 1]
     for machine in found["machines"]:
         assert (machine["files"], machine["wrong_sums"]) == (checksums(Path(llama)), 0)
+        assert machine["share"].startswith("a part of every layer")
 
 
 def test_heads_that_cannot_be_divided_end_all_ranks(folder, llama):
