@@ -160,10 +160,12 @@ def check_families(families, count, folder):
 
 
 @pytest.mark.parametrize("each", [3, pytest.param(ANSWERS // 4, marks=pytest.mark.long)])
-def test_four_clients_of_a_server(each, folder, llama, drafter):
+@pytest.mark.parametrize("kind", ["llama", pytest.param("in_layers", marks=pytest.mark.long)])
+def test_four_clients_of_a_server(kind, each, folder, drafter, request):
     """Each asks in turn, and leaves every third answer in the middle; the others are those of one machine."""
-    alone = load_pair(model=llama, draft=False)
-    words = ["serve", "--model", llama, "--draft-model", drafter, "--port", "0", "--max-active", "4"]
+    model = request.getfixturevalue(kind)
+    alone = load_pair(model=model, draft=False)
+    words = ["serve", "--model", model, "--draft-model", drafter, "--port", "0", "--max-active", "4"]
     with ranks(2, *COMMAND, *words, folder=folder) as processes:
         url = (
             next(line for line in processes[0].stderr if "listening on" in line)
