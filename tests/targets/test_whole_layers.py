@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
-from tiny import LAYERS
+from tiny import HIDDEN, LAYERS
 from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 from tiny_folder import write_target
 
@@ -176,6 +176,16 @@ def test_caches_of_layers_elsewhere_are_as_long_and_a_number_wide(sums):
         lengths.append([(type(leaf), leaf.offset, leaf.keys.shape[2]) for leaf in leaves(caches)])
     assert lengths[0] == lengths[1]
     assert [leaf.keys.shape[3] for leaf in leaves(caches)] == [1, 1, 16, 16]
+
+
+def test_recurrent_caches_of_layers_elsewhere_count_on(sums):
+    """mlx-lm takes the mask of a batch from any recurrent layer's cache."""
+    for target in (family_target("qwen3_5"), with_whole_layers(family_target("qwen3_5"), group_of(0, 2))):
+        states = target.make_cache()[0]
+        states.lengths = mx.array([5, 3])
+        target.layers[0](mx.ones((2, 2, HIDDEN)), mask=None, cache=states)
+        assert states.lengths.tolist() == [3, 1]
+        assert [array.shape[0] for array in states.cache] == [2, 2]
 
 
 class Layer(nn.Module):
