@@ -44,7 +44,7 @@ def _print(found: list[Machine], wrong: list[str], source: ModelSource | None) -
     if source is not None:
         for machine in found:
             files = "not there; the first use fetches it" if machine.files is None else f"{len(machine.files)} files"
-            say(f"{source} on rank {machine.rank}: {files}")
+            say(f"{source} on rank {machine.rank}: {files}{f'; {machine.share}' if machine.share else ''}")
     print()
     for problem in wrong:
         print(marked("broken:", problem, "red", sys.stdout))

@@ -33,6 +33,11 @@ _NO_DRAFTER = (
     "stood before. A drafter made for the model gains more; see: dflash-mlx models."
 )
 
+_WHOLE_LAYERS = (
+    "each machine has whole layers of this model, so they compute one after the other: together they have room for it, "
+    "and are no faster than one."
+)
+
 
 def _ignore(message: str, fraction: float | None) -> None:
     """No progress is wanted."""
@@ -187,7 +192,7 @@ def _complete(
     warning = _NO_DRAFTER.format(model=choice.label) if by_default else choice.warning
     checks = [make_exact(target, kernels=kernels, report=report)] if exact else []
     # On several machines kernels are left out: they are made for whole layers, and races run the model by itself.
-    notes: list[str] = []
+    notes = [_WHOLE_LAYERS] if target.whole_layers is not None else []
     if not exact and target.machines == 1:
         own = folders if remember else ()
         notes = use_where_faster(target, drafter, folders=own, again=recheck, kernels=kernels, report=report)

@@ -238,6 +238,19 @@ FAMILY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        {
+            **_BASE,
+            **_LATENT,
+            "num_key_value_heads": 4,
+            "partial_rotary_factor": 0.5,
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "layer_group_size": 2,
+            "group_norm_size": 2,
+        },
+    ),
     "recurrent_gemma": (
         "recurrent_gemma",
         {

@@ -55,9 +55,7 @@ class Recorder:
     """Records and replays the recurrent mixers of a model's layers."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        found = [layer.get(name) for layer in layers for name in _MIXERS]
-        found += [layer.get("self_attn") for layer in layers if getattr(layer, "is_linear", False)]
-        self._mixers = [mixer for mixer in found if isinstance(mixer, nn.Module)]
+        self._mixers = [mixer for layer in layers for mixer in mixers_of(layer)]
         self._linears = [
             module
             for mixer in self._mixers
@@ -121,6 +119,12 @@ class Recorder:
     def takes_rows(self, recording: Recording) -> bool:
         """Whether every recorded mixer takes a mask of the tokens that count."""
         return all("mask" in _signature(call.kind).parameters for call in recording.calls)
+
+
+def mixers_of(layer: nn.Module) -> list[nn.Module]:
+    """The parts of a layer that may have a recurrent cache."""
+    names = (*_MIXERS, "self_attn") if getattr(layer, "is_linear", False) else _MIXERS
+    return [mixer for name in names if isinstance(mixer := layer.get(name), nn.Module)]
 
 
 @cache

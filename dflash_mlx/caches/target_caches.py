@@ -228,11 +228,12 @@ def works_with(
             return False
         batch.commit(block.shape[1], kept)
         further, _ = batch.feed(forward, mx.array(more), at=at + mx.array(kept), room=16)
+        differences = []
         for row in range(2):
             expected = alone(row)
             found = mx.concatenate([logits[row : row + 1, : kept[row]], further[row : row + 1]], axis=1)
-            if not relative_difference(found, expected) <= TOLERANCE[expected.dtype]:
-                return False
+            differences.append(relative_difference(found, expected) / TOLERANCE[expected.dtype])
+        # Not before: several machines have to make the same passes, whatever each of them finds.
+        return all(difference <= 1 for difference in differences)
     except Exception:  # model code that wants a number for the length may fail in any way
         return False
-    return True

@@ -124,7 +124,8 @@ def load_mtp(folder: Path, target: Target, *, dtype: mx.Dtype, places: int = PLA
             "another drafter, or run with --no-draft."
         )
     text: Any = getattr(target.model, "language_model", target.model)
-    kind: Any = type(target.layers[0])
+    # Of its last layer: of a divided target, rank 0 has only the form of the first ones.
+    kind: Any = type(target.layers[-1])
     # One is like the target's first layer with full attention, the other like its last layer.
     layer = kind(text.args, text.args.full_attention_interval - 1 if family in NAMED else text.args.num_hidden_layers)
     network = MTPNetwork(target.hidden_size, text.args.rms_norm_eps, layer, norms_between=family in NAMED)

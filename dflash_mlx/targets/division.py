@@ -2,6 +2,9 @@
 
 Each machine has some of the heads of every attention layer, and some columns of every MLP. After both, the parts of the
 result are added over all machines, so that each of them knows the whole residual stream.
+
+Models without a `shard`, and those whose heads do not come out even, are divided by whole layers where mlx-lm can run
+their layers on several machines (`whole_layers.py`).
 """
 
 from typing import Any
@@ -12,6 +15,7 @@ from dflash_mlx.hub.naming import text_config
 from dflash_mlx.ranks.group import Group
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target, weight_bytes
+from dflash_mlx.targets.whole_layers import WholeLayers, takes_whole_layers
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
 # Families whose `shard` gives a key-value head to several machines where there are fewer heads than machines.
@@ -19,8 +23,8 @@ _SHARE_HEADS = ("qwen3_5", "qwen3_5_moe")
 GB = 10**9
 
 
-def check_divisible(config: dict[str, Any], machines: int) -> None:
-    """Raises CheckpointError where the heads of a model (its config.json) cannot be divided by so many machines."""
+def heads_left_over(config: dict[str, Any], machines: int) -> tuple[str, int] | None:
+    """The first of a model's numbers of heads (its config.json) that so many machines do not divide, with its name."""
     text, shared = text_config(config), config.get("model_type") in _SHARE_HEADS
     for name in _HEADS:
         heads = text.get(name)
@@ -28,26 +32,29 @@ def check_divisible(config: dict[str, Any], machines: int) -> None:
             continue
         if name == "num_key_value_heads" and shared and machines % heads == 0:
             continue
-        raise CheckpointError(
-            f"this model's {heads} heads ({name}) cannot be divided by {machines} machines; take a number of machines "
-            f"that {heads} can be divided by."
-        )
+        return name, heads
+    return None
 
 
 def divide(target: Target, group: Group) -> None:
     """Leave this rank's share of the weights, before they are read. Raises CheckpointError."""
-    kind = target.config.get("model_type")
-    if not hasattr(target.model, "shard"):
-        found = f"mlx-lm cannot divide models of the kind {kind} among machines"
-        if hasattr(target.model.get("model"), "pipeline"):
-            found += " except by whole layers (a pipeline), which dflash-mlx does not support"
-        raise CheckpointError(f"{found}; run it on one machine, in a smaller precision if need be.")
-    try:
-        target.model.shard(group.ranks)
-    except (AssertionError, AttributeError, ValueError) as error:
+    can_shard = hasattr(target.model, "shard")
+    odd = heads_left_over(target.config, group.size) if can_shard else None
+    if can_shard and odd is None:
+        _shard(target, group)
+    elif takes_whole_layers(target.model, target.layers):
+        _take_layers(target, group)
+    elif odd is not None:
+        name, heads = odd
         raise CheckpointError(
-            f"mlx-lm cannot divide this model ({kind}) by {group.size} machines: {error}. Take fewer machines."
-        ) from error
+            f"this model's {heads} heads ({name}) cannot be divided by {group.size} machines; take a number of "
+            f"machines that {heads} can be divided by."
+        )
+    else:
+        raise CheckpointError(
+            f"mlx-lm cannot divide models of the kind {target.config.get('model_type')} among machines; run it on one "
+            "machine, in a smaller precision if need be."
+        )
     target.machines = group.size
     needed, there = weight_bytes(target.model), backend().memory_bytes
     if needed > SHARE * there:
@@ -55,3 +62,22 @@ def divide(target: Target, group: Group) -> None:
             f"rank {group.rank}'s share of the weights takes {needed / GB:.1f} GB, and of its {there / GB:.1f} GB of "
             f"memory at most {SHARE:.0%} should be weights; take more machines, or a smaller precision."
         )
+
+
+def _shard(target: Target, group: Group) -> None:
+    try:
+        target.model.shard(group.ranks)
+    except (AssertionError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"mlx-lm cannot divide this model ({target.config.get('model_type')}) by {group.size} machines: {error}. "
+            "Take fewer machines."
+        ) from error
+
+
+def _take_layers(target: Target, group: Group) -> None:
+    if len(target.layers) < group.size:
+        raise CheckpointError(
+            f"this model can be divided by whole layers only, and has {len(target.layers)} for {group.size} machines; "
+            f"take at most {len(target.layers)} machines."
+        )
+    target.whole_layers = WholeLayers(target.layers, [weight_bytes(layer) for layer in target.layers], group)

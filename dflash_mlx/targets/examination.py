@@ -12,10 +12,14 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx import __version__
+from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub.download import find_on_disk
 from dflash_mlx.hub.registry import ModelSource
 from dflash_mlx.ranks.group import Group
 from dflash_mlx.runtime import backend
+from dflash_mlx.targets.division import GB
+from dflash_mlx.targets.loading import open_target
+from dflash_mlx.targets.target import weight_bytes
 
 # float32 numbers: one row of a large model's hidden states, in bfloat16, and a chunk of a prompt.
 _SMALL, _LARGE = 2048, 2_000_000
@@ -27,7 +31,8 @@ class Machine:
     """One rank. versions: of what has to be alike; files: SHA-256 of the target's files, None where it is not there.
 
     small_ms: milliseconds that a sum of a few kilobytes over all ranks takes, the median; megabytes_a_second: what a
-    sum of 8 MB carries; wrong_sums: how many sums had a wrong result.
+    sum of 8 MB carries; wrong_sums: how many sums had a wrong result. share: what it would hold of the target, and
+    refused: why it cannot; both empty where the target is not there.
     """
 
     rank: int
@@ -40,6 +45,8 @@ class Machine:
     small_ms: float
     megabytes_a_second: float
     wrong_sums: int
+    share: str = ""
+    refused: str = ""
 
 
 def look(group: Group, source: ModelSource | None) -> Machine:
@@ -47,6 +54,7 @@ def look(group: Group, source: ModelSource | None) -> Machine:
     facts = backend()
     seconds, wrong = _time_sums(group)
     folder = find_on_disk(source) if source is not None else None
+    share, refused = _share(folder, group) if folder is not None else ("", "")
     return Machine(
         rank=group.rank,
         host=socket.gethostname(),
@@ -58,7 +66,21 @@ def look(group: Group, source: ModelSource | None) -> Machine:
         small_ms=1000 * statistics.median(seconds[_SMALL]),
         megabytes_a_second=4e-6 * _LARGE / statistics.median(seconds[_LARGE]),
         wrong_sums=wrong,
+        share=share,
+        refused=refused,
     )
+
+
+def _share(folder: Path, group: Group) -> tuple[str, str]:
+    """What this rank would hold of a target, or why it cannot. No weights are read."""
+    try:
+        target, _ = open_target(folder, dtype="auto", group=group)
+    except CheckpointError as error:
+        return "", str(error)
+    size = f"{weight_bytes(target.model) / GB:.1f} GB"
+    if target.whole_layers is None:
+        return f"a part of every layer, {size}", ""
+    return f"{len(target.whole_layers.own)} of {len(target.layers)} layers, {size}", ""
 
 
 def _time_sums(group: Group) -> tuple[dict[int, list[float]], int]:
@@ -112,4 +134,5 @@ def problems(machines: Sequence[Machine]) -> list[str]:
         for machine in machines
         if machine.wrong_sums
     ]
-    return said
+    # A rank's share may be too large; all else is said by all of them.
+    return said + list(dict.fromkeys(machine.refused for machine in machines if machine.refused))

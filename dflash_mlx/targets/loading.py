@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.errors import WRONG_VALUES, CheckpointError
 from dflash_mlx.hub.folder import read_json
 from dflash_mlx.ranks.group import Group
-from dflash_mlx.targets.division import check_divisible, divide
+from dflash_mlx.targets.division import divide
 from dflash_mlx.targets.target import Target, wrap_model
 
 # On CUDA a quantized model is expanded while it then takes no more than this share of the memory.
@@ -21,9 +21,16 @@ _MOST_PARTS = 10_000
 
 
 def load_target(folder: Path, *, dtype: str, group: Group | None = None) -> tuple[Target, mx.Dtype]:
-    """Load a model folder with mlx-lm. `dtype` is a name or "auto" (see `runtime.resolve_dtype`).
+    """Load a model folder with mlx-lm: `open_target`, and its weights are read. Raises CheckpointError."""
+    target, wanted = open_target(folder, dtype=dtype, group=group)
+    mx.eval(target.model.parameters())
+    return target, wanted
 
-    group: load only this rank's share; the target's head stays whole, since rank 0's drafter uses it.
+
+def open_target(folder: Path, *, dtype: str, group: Group | None = None) -> tuple[Target, mx.Dtype]:
+    """A target whose weights MLX reads when they are used first. `dtype`: a name or "auto" (`runtime.resolve_dtype`).
+
+    group: only this rank's share; the target's head stays whole, since rank 0's drafter uses it.
 
     Quantized weights are expanded where MLX's quantized products are slower than plain ones: on a CPU, and on CUDA
     while the expanded model takes little of the memory. The checkpoint's own Python is never run. Returns the target
@@ -35,8 +42,6 @@ def load_target(folder: Path, *, dtype: str, group: Group | None = None) -> tupl
 
     config = read_json(folder / "config.json")
     _check_counts(config, folder)
-    if group is not None:
-        check_divisible(config, group.size)
     try:
         model, config = load_model(folder, lazy=True)
     except (FileNotFoundError, AssertionError, *WRONG_VALUES) as error:
@@ -50,7 +55,6 @@ def load_target(folder: Path, *, dtype: str, group: Group | None = None) -> tupl
     target = wrap_model(model, config)
     if group is not None:
         divide(target, group)
-    mx.eval(model.parameters())
     return target, wanted
 
 

@@ -21,6 +21,7 @@ from dflash_mlx.errors import PairError
 from dflash_mlx.ranks.mirror import Mirrored, mirrored
 from dflash_mlx.targets.parts import EMBEDDINGS, FINAL_NORMS, HEADS, candidates, embedding_scale, head_rows
 from dflash_mlx.targets.taps import tapped
+from dflash_mlx.targets.whole_layers import Attempting, WholeLayers
 
 P = TypeVar("P")
 
@@ -47,6 +48,8 @@ class Target(Mirrored):
     kernels: str = ""
     # Among how many it is divided (`division.divide`).
     machines: int = 1
+    # Where each of them has whole layers: which ones this one has.
+    whole_layers: WholeLayers | None = None
     # What drafters compute for this target, by the drafter's id.
     drafting: dict[int, Any] = field(default_factory=dict)
     _rows: bool | None = None
@@ -128,6 +131,8 @@ class Target(Mirrored):
         norm = [self.final_norm] if isinstance(self.final_norm, nn.Module) else []
         with tapped([*self.layers, *norm], layer_ids) as outputs:
             logits = self.model(tokens, cache=cache)
+        if self.whole_layers is not None:
+            self.whole_layers.complete(outputs)
         return logits, mx.concatenate([self._stream(outputs[i]) for i in layer_ids], axis=-1)
 
     def pass_for(self, layer_ids: Sequence[int]) -> Pass:
@@ -146,11 +151,15 @@ class Target(Mirrored):
 
     @mirrored
     def _probe_rows(self) -> bool:
-        return target_caches.works_with(self.model, self.layers, self.vocab_size, self.make_cache)
+        return target_caches.works_with(self._attempted(), self.layers, self.vocab_size, self.make_cache)
 
     @mirrored
     def _probe_trees(self) -> bool:
-        return tree_rows.works_with(self.model, self.vocab_size, self.make_cache)
+        return tree_rows.works_with(self._attempted(), self.vocab_size, self.make_cache)
+
+    def _attempted(self) -> nn.Module:
+        """The model, for passes that may fail."""
+        return self.model if self.whole_layers is None else Attempting(self.model, self.whole_layers, self.embed)
 
     def drain(self) -> None:
         """Where the model is on several machines: wait until all of them have done everything that was launched."""

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,7 @@ from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.mtp import load_mtp
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.targets.whole_layers import WholeLayers
 
 HEADS, KV_HEADS, HEAD_DIM, INNER, EXPERTS, EXPERT, CHOSEN, EPS = 4, 2, 8, 48, 4, 16, 2, 1e-5
 ROTATED, THETA = 4, 1e4  # dimensions of a head that are turned
@@ -177,6 +179,18 @@ def test_answers_are_the_targets_own(target, tmp_path):
         session, prompt = Session(target, drafter), [3, 1, 4, 1, 5]
         steps = decode(session, prompt, strategy=Greedy(), policy=FixedWidth(width), max_tokens=20, eos_ids=set())
         assert [token for step in steps for token in step.tokens] == plain_tokens(target, prompt, 20)
+
+
+def test_a_head_beside_a_target_whose_first_layers_are_on_another_machine(tmp_path):
+    whole, rank_0 = family_target("qwen3_next"), family_target("qwen3_next")
+    write(tmp_path, head_of(whole))
+    WholeLayers(rank_0.layers, [1] * len(rank_0.layers), SimpleNamespace(rank=0, size=2, ranks=None))
+    said = []
+    for target in (whole, rank_0):
+        drafter = load_mtp(tmp_path, target, dtype=mx.float32)
+        said.append(drafter.feed(target, mx.array([[5, 9]]), mx.ones((1, 2, HIDDEN)), drafter.make_layer_caches()))
+    assert mx.allclose(*said, atol=1e-5).item()
+    assert not mx.allclose(said[0], mx.ones((1, 2, HIDDEN)), atol=0.1).item()
 
 
 def test_quantized_heads(tmp_path):

@@ -15,7 +15,7 @@ import dflash_mlx  # noqa: F401  # before mlx, which it gives OpenBLAS
 
 # isort: split
 import mlx.core as mx
-from tiny import VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
+from tiny import LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
 from tiny_pair import LetterTokenizer
 
 from dflash_mlx.bench.prompts import short_prompts
@@ -26,6 +26,7 @@ from dflash_mlx.hub.registry import ModelSource
 from dflash_mlx.loading import load_pair
 from dflash_mlx.pair import ModelPair
 from dflash_mlx.ranks.group import leave_group
+from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.loading import load_target
 from dflash_mlx.targets.machines import other_machines
@@ -71,6 +72,15 @@ class TinyModels:
         return pair_of(self.pair.target, ScriptedDrafter(tiny_drafter().config, script, wrong))
 
 
+def same_features(models: "TinyModels", prompt: list[int]) -> bool:
+    """Whether rank 0 gets the outputs of all layers, whichever machine has them."""
+    found, expected = (
+        pair.target.forward_tapped(mx.array([prompt]), pair.target.make_cache(), [*range(LAYERS), LAYERS])[1]
+        for pair in (models.pair, models.whole)
+    )
+    return relative_difference(found, expected) <= TOLERANCE[expected.dtype]
+
+
 class DemoModels:
     """The demo pair, divided (`pair`), and with its target on one machine (`whole`)."""
 
@@ -87,9 +97,13 @@ class DemoModels:
 
 @dataclass
 class Found:
-    """What a model has answered: (which, tokens, the right ones), and how many answers were left in the middle."""
+    """What a model has answered: (which, tokens, the right ones), and how many answers were left in the middle.
+
+    further: what was compared beside that, in the same form.
+    """
 
     answers: list[tuple[str, object, object]] = field(default_factory=list)
+    further: list[tuple[str, object, object]] = field(default_factory=list)
     left: int = 0
     cached: int = 0
 
@@ -118,8 +132,15 @@ def answer(models: TinyModels | DemoModels, rng: random.Random, found: Found) ->
         next(batch)
     batch.close()
     found.left += len(prompts)
+    if isinstance(models, TinyModels):
+        found.further.append(("features", same_features(models, prompts[0]), True))
     together = generate_many(pair, prompts, GREEDY, width=3)
     found.answers += [("batch", a.token_ids, truth) for a, truth in zip(together, truths, strict=True)]
+    if pair.target.whole_layers is not None:
+        # Here nothing is added in another order, so that the same drafts are made and kept.
+        undivided = generate_many(whole, prompts, GREEDY, width=3)
+        kept = [[a.acceptance.to_json() for a in answers if a.acceptance] for answers in (together, undivided)]
+        found.further.append(("drafts", *kept))
     seeded = replace(SEEDED, seed=rng.randrange(1000))
     drafted, alone = generate_many(pair, prompts, seeded, width=2), generate_many(whole, prompts, seeded, draft=False)
     found.answers += [("seeded", a.token_ids, b.token_ids) for a, b in zip(drafted, alone, strict=True)]
@@ -139,7 +160,7 @@ def check(model: str, wanted: int) -> dict[str, object]:
     rng = random.Random(Path(model).name)
     while len(found.answers) < wanted:
         answer(models, rng, found)
-    wrong = [case for case in found.answers if case[1] != case[2]]
+    wrong = [case for case in found.answers + found.further if case[1] != case[2]]
     return {"answers": len(found.answers), "left": found.left, "cached": found.cached, "wrong": wrong}
 
 

@@ -26,7 +26,7 @@ def ranks(count: int, *command: str, folder: Path) -> Iterator[list[subprocess.P
         **os.environ,
         "MLX_HOSTFILE": str(hosts),
         "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS / "server")]),
+        "PYTHONPATH": os.pathsep.join([str(_TESTS.parent), str(_TESTS), str(_TESTS / "server")]),
     }
     processes = [
         subprocess.Popen(

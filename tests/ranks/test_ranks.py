@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import mlx.core as mx
+import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 from ranks.started import SECONDS as SECONDS_OF_A_GROUP
@@ -26,6 +27,7 @@ from dflash_mlx.loading import load_pair
 from dflash_mlx.runtime import backend
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.targets.examination import checksums
+from dflash_mlx.targets.whole_layers import takes_whole_layers
 
 pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
@@ -33,6 +35,8 @@ COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
 ANSWERS = int(os.environ.get("RANKS_ANSWERS", "200"))
 # How long that may take on a busy machine.
 SECONDS_OF_ANSWERS = 1200 + 60 * ANSWERS
+# Families of tiny models that the installed mlx-lm has.
+THERE = [name for name in FAMILY_CONFIGS if unavailable(name) is None]
 # Tokens of a client's answer.
 LENGTH = 10
 # How soon all ranks must have ended after one of them has died.
@@ -52,6 +56,15 @@ def llama(folder):
 @pytest.fixture(scope="module")
 def drafter(folder):
     return str(write_drafter(folder / "drafter"))
+
+
+@pytest.fixture(scope="module")
+def in_layers(folder):
+    """A target that can be divided by whole layers only."""
+    target = family_target("qwen3_next")
+    if not takes_whole_layers(target.model, target.layers):
+        pytest.skip(f"mlx-lm {mlx_lm.__version__} cannot divide qwen3_next")
+    return str(write_target(folder / "qwen3_next", family="qwen3_next"))
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +113,11 @@ def test_many_answers_of_two_ranks(folder, llama, recurrent):
         check_answers(reports(processes))
 
 
+def test_many_answers_of_two_ranks_with_whole_layers(folder, in_layers):
+    with ranks(2, *program("many_answers.py", "1", in_layers), folder=folder) as processes:
+        check_answers(reports(processes))
+
+
 @pytest.mark.long
 def test_many_answers_of_three_ranks(folder, for_three):
     with ranks(3, *program("many_answers.py", "1", for_three), folder=folder) as processes:
@@ -115,21 +133,39 @@ def test_many_answers_of_four_ranks(folder):
 @pytest.mark.long
 def test_answers_of_every_family_that_can_be_divided(folder):
     """At least ANSWERS in a row, each family's in its turn."""
-    there = [name for name in FAMILY_CONFIGS if unavailable(name) is None]
-    families = [name for name in there if hasattr(family_target(name).model, "shard")]
-    targets = [str(write_target(folder / f"family {number}", family=name)) for number, name in enumerate(families)]
+    check_families([name for name in THERE if hasattr(family_target(name).model, "shard")], 2, folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 3])
+def test_answers_of_families_that_are_divided_by_whole_layers(count, folder):
+    """At least ANSWERS in a row. Three machines do not divide the four heads of those that have a `shard`, too."""
+    targets = {name: family_target(name) for name in THERE}
+    families = [name for name, target in targets.items() if takes_whole_layers(target.model, target.layers)]
+    check_families(
+        [name for name in families if count == 3 or not hasattr(targets[name].model, "shard")], count, folder
+    )
+
+
+def check_families(families, count, folder):
+    if not families:
+        pytest.skip(f"mlx-lm {mlx_lm.__version__} has none of these families")
+    place = folder / f"{count} ranks, {len(families)} families"
+    targets = [str(write_target(place / str(number), family=name)) for number, name in enumerate(families)]
     each = math.ceil(ANSWERS / len(families))
-    with ranks(2, *program("many_answers.py", str(each), *targets), folder=folder) as processes:
+    with ranks(count, *program("many_answers.py", str(each), *targets), folder=folder) as processes:
         found = reports(processes, seconds=SECONDS_OF_ANSWERS)
     print({family: (report["answers"], report["left"]) for family, report in zip(families, found, strict=True)})
     check_answers(found, each)
 
 
 @pytest.mark.parametrize("each", [3, pytest.param(ANSWERS // 4, marks=pytest.mark.long)])
-def test_four_clients_of_a_server(each, folder, llama, drafter):
+@pytest.mark.parametrize("kind", ["llama", pytest.param("in_layers", marks=pytest.mark.long)])
+def test_four_clients_of_a_server(kind, each, folder, drafter, request):
     """Each asks in turn, and leaves every third answer in the middle; the others are those of one machine."""
-    alone = load_pair(model=llama, draft=False)
-    words = ["serve", "--model", llama, "--draft-model", drafter, "--port", "0", "--max-active", "4"]
+    model = request.getfixturevalue(kind)
+    alone = load_pair(model=model, draft=False)
+    words = ["serve", "--model", model, "--draft-model", drafter, "--port", "0", "--max-active", "4"]
     with ranks(2, *COMMAND, *words, folder=folder) as processes:
         url = (
             next(line for line in processes[0].stderr if "listening on" in line)
@@ -160,11 +196,13 @@ def ask(http, seed, count):
     return found
 
 
-def test_the_command_gives_the_answer_of_one_machine(folder, llama, drafter):
-    words = ["generate", "hello", "--model", llama, "--draft-model", drafter, "--max-tokens", "20", "--json"]
+@pytest.mark.parametrize("kind", ["llama", pytest.param("in_layers", marks=pytest.mark.long)])
+def test_the_command_gives_the_answer_of_one_machine(kind, folder, drafter, request):
+    model = request.getfixturevalue(kind)
+    words = ["generate", "hello", "--model", model, "--draft-model", drafter, "--max-tokens", "20", "--json"]
     with ranks(2, *COMMAND, *words, folder=folder) as processes:
         [found] = reports(processes)
-    alone = generate(load_pair(model=llama, draft=False), "hello", SamplingParams(max_tokens=20), draft=False)
+    alone = generate(load_pair(model=model, draft=False), "hello", SamplingParams(max_tokens=20), draft=False)
     assert (found["mode"], found["token_ids"]) == ("dflash+ngram", alone.token_ids)
 
 
@@ -183,7 +221,7 @@ def test_a_conversation_through_the_launcher(llama, drafter):
         out, err = process.communicate(b"/set max-tokens 5\nagain\n", timeout=SECONDS_OF_A_GROUP)
     assert process.returncode == 0
     first, second, end = (begun + out).decode().split("\n")
-    params = SamplingParams(max_tokens=len(first) + 1)  # of a letter or more each
+    params = SamplingParams(max_tokens=len(first) + 20)  # of a letter or more each, but for some special ones
     alone = generate(load_pair(model=llama, draft=False), "hello", params, draft=False).text
     assert alone.startswith(first)
     assert (0 < len(first) < len(alone), len(second) > 0, end) == (True, True, "")
@@ -199,6 +237,7 @@ def test_the_doctor_looks_at_all_machines(folder, llama):
     assert [machine["rank"] for machine in found["machines"]] == [0, 1]
     for machine in found["machines"]:
         assert (machine["files"], machine["wrong_sums"]) == (checksums(Path(llama)), 0)
+        assert machine["share"].startswith("a part of every layer")
 
 
 def test_heads_that_cannot_be_divided_end_all_ranks(folder, llama):
@@ -221,8 +260,9 @@ def test_a_rank_that_waits_says_that_it_is_there_and_leaves_the_cores_to_others(
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("what", [pytest.param("idle", marks=pytest.mark.long), "reading", "drafting"])
-def test_when_a_rank_dies_the_others_end(what, victim, folder, for_three):
-    with ranks(3, *program("busy.py", what, for_three), folder=folder) as processes:
+@pytest.mark.parametrize("kind", ["for_three", pytest.param("in_layers", marks=pytest.mark.long)])
+def test_when_a_rank_dies_the_others_end(kind, what, victim, folder, request):
+    with ranks(3, *program("busy.py", what, request.getfixturevalue(kind)), folder=folder) as processes:
         assert processes[0].stdout.readline().strip() == str(processes[0].pid)
         time.sleep(random.random())
         processes[victim].kill()

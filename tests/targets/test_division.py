@@ -5,14 +5,13 @@ from importlib.resources import files as files_of
 from pathlib import Path
 from types import SimpleNamespace
 
-import mlx_lm
 import pytest
-from tiny import tiny_target
+from tiny import LAYERS, tiny_target
 from tiny_families import family_target
 
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.targets import division
-from dflash_mlx.targets.division import check_divisible, divide
+from dflash_mlx.targets.division import divide, heads_left_over
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 
@@ -23,33 +22,33 @@ def group_of(size):
 
 @pytest.mark.parametrize("config", [HEADS, {"text_config": HEADS}, {"num_attention_heads": 8}])
 def test_heads_that_can_be_divided(config):
-    check_divisible(config, 4)
+    assert heads_left_over(config, 4) is None
 
 
 @pytest.mark.parametrize("machines", [3, 16])
 def test_heads_that_cannot_be_divided_are_named(machines):
-    with pytest.raises(CheckpointError, match=rf"(32|8) heads .* by {machines} machines"):
-        check_divisible(HEADS, machines)
+    target = tiny_target("llama", num_attention_heads=32, num_key_value_heads=8, hidden_size=64)
+    with pytest.raises(CheckpointError, match=rf"(32|8) heads .* by {machines} machines; take a number"):
+        divide(target, group_of(machines))
 
 
 def test_families_whose_key_value_heads_are_given_to_several_machines():
     config = {"model_type": "qwen3_5", **HEADS, "num_key_value_heads": 2}
-    check_divisible(config, 4)
-    with pytest.raises(CheckpointError, match="num_key_value_heads"):
-        check_divisible({**config, "model_type": "qwen3"}, 4)
+    assert heads_left_over(config, 4) is None
+    assert heads_left_over({**config, "model_type": "qwen3"}, 4) == ("num_key_value_heads", 2)
 
 
-def test_a_family_without_shard_is_refused():
-    with pytest.raises(CheckpointError, match="cannot divide models of the kind phi3 among machines; run it"):
-        divide(family_target("phi3"), group_of(2))
+def test_heads_that_do_not_come_out_even_are_left_together_where_mlx_lm_has_a_pipeline():
+    target = family_target("kimi_k25")
+    divide(target, group_of(3))
+    assert target.whole_layers.own == range(3, LAYERS)
+    assert target.machines == 3
 
 
-def test_a_family_that_can_only_be_a_pipeline_is_refused():
-    target = family_target("qwen3_next")
-    if not hasattr(target.model.model, "pipeline"):
-        pytest.skip(f"mlx-lm {mlx_lm.__version__} cannot divide qwen3_next at all")
-    with pytest.raises(CheckpointError, match=r"kind qwen3_next among machines except by whole layers \(a pipeline\)"):
-        divide(target, group_of(2))
+@pytest.mark.parametrize("name", ["phi3", "gemma3", "lfm2"])
+def test_a_family_without_shard_and_pipeline_is_refused(name):
+    with pytest.raises(CheckpointError, match=f"cannot divide models of the kind {name} among machines; run it"):
+        divide(family_target(name), group_of(2))
 
 
 def test_the_docs_name_all_families_that_can_only_be_pipelines():
