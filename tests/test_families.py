@@ -134,7 +134,9 @@ def test_sessions_are_reused(target):
         assert tokens_of(again) == truth_of(target, edited, 10)
 
 
-@pytest.mark.parametrize("drafting", [True, False], ids=["drafted", "plain"])
+@pytest.mark.parametrize(
+    "drafting", [pytest.param(True, id="drafted"), pytest.param(False, marks=pytest.mark.long, id="plain")]
+)
 def test_interrupted_answers(target, drafting):
     """A consumer leaves after some step; the caches hold what was committed, and the next answer is right."""
     rng = random.Random(3)

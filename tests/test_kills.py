@@ -322,7 +322,7 @@ def test_a_full_disk(commands: dict[str, Command], tmp_path: Path, name: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n == "train" else n for n in WRITERS])
 def test_a_folder_that_cannot_be_written(commands: dict[str, Command], name: str) -> None:
     command = commands[name]
     command.clear()

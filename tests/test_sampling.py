@@ -116,7 +116,7 @@ CASES = [
 
 
 @few_or_many
-@pytest.mark.parametrize("case", [pytest.param(0, marks=pytest.mark.long), 1, 2])
+@pytest.mark.parametrize("case", [*(pytest.param(case, marks=pytest.mark.long) for case in (0, 1)), 2])
 def test_rejection_sampling_keeps_the_targets_distribution(target, drafter, case, runs):
     params = CASES[case]
     strategy = Rejection(params, seed=100 + case)

@@ -95,7 +95,7 @@ def test_kernels_are_a_table_for_an_issue(run, monkeypatch):
     monkeypatch.setattr(runtime, "backend", lambda: machine)
     monkeypatch.setattr(layers, "race_matrix", lambda matrix, weights: verdict)
     monkeypatch.setattr(layers, "_TYPICAL", ((24, 64),))
-    monkeypatch.setattr(rows_attention, "race_rival", lambda attention, heads, length: verdict)
+    monkeypatch.setattr(rows_attention, "race_rival", lambda attention, heads, length, lanes: verdict)
     monkeypatch.setattr(rows_attention, "_TYPICAL", ((4, 2, 64),))
     _, out, _ = run("doctor", "--kernels")
     lines = [line for line in out.splitlines() if line.startswith("|")]

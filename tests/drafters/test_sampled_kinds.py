@@ -42,14 +42,17 @@ def mtp(target):
     return MTPDrafter(network, target, places=PLACES)
 
 
-FOR_CI = [(eagle3, 7), (medusa, 0), (mtp, 0)]
+FOR_CI = [(eagle3, 7), (medusa, 0)]
 
 
 @pytest.mark.parametrize(
     ("make", "tree"),
     [
         *(pytest.param(*case, marks=pytest.mark.slow) for case in FOR_CI),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in [(draft_model, 0), (eagle3, 0), (medusa, 7)]),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(draft_model, 0), (eagle3, 0), (medusa, 7), (mtp, 0)]
+        ),
     ],
 )
 def test_sampling_keeps_the_targets_distribution(make, tree):

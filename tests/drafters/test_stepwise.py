@@ -212,7 +212,7 @@ class Asked:
         return self.lane()
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 12))])
 def test_drafts_are_those_of_a_drafter_that_reads_all_anew(target, drafter, seed, monkeypatch):
     """Over answers that come and go, alone and together, whose prompts are read in one pass and one by one, and whose
     sessions go on, are edited and copied."""
