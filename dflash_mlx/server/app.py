@@ -23,7 +23,7 @@ from dflash_mlx.server.completions import completions
 from dflash_mlx.server.failures import Failure, failure
 from dflash_mlx.server.health import health_report, metrics_text
 from dflash_mlx.server.messages import count_tokens, messages
-from dflash_mlx.server.ollama import ollama_chat, ollama_generate, show, tags, version
+from dflash_mlx.server.ollama import ollama_chat, ollama_generate, running, show, tags, version
 from dflash_mlx.server.responses import responses
 from dflash_mlx.server.security import Guard, Policy, error_body
 from dflash_mlx.server.service import Service
@@ -77,6 +77,7 @@ def create_app(service: Service, policy: Policy, *, access_log: Log | None = Non
             route("/api/chat", "POST", ollama_chat),
             route("/api/generate", "POST", ollama_generate),
             route("/api/tags", "GET", tags),
+            route("/api/ps", "GET", running),
             route("/api/show", "POST", show),
             route("/api/version", "GET", version),
             route("/tokenize", "POST", tokenize),
@@ -187,6 +188,7 @@ _PATHS = frozenset(
         "/api/chat",
         "/api/generate",
         "/api/tags",
+        "/api/ps",
         "/api/show",
         "/api/version",
         "/tokenize",

@@ -12,6 +12,7 @@ from dflash_mlx.server.answers import Order
 from dflash_mlx.server.chat import ChatRequest, prepare, read_tools
 from dflash_mlx.server.fields import Fields
 from dflash_mlx.server.formats import Format
+from dflash_mlx.server.logprobs import read_top_logprobs
 from dflash_mlx.server.ollama_reply import OllamaReply
 from dflash_mlx.server.parameters import MAX_TOKENS, sampling, stop_strings, wants_draft
 from dflash_mlx.server.prompts import earlier_call, effort_variables
@@ -19,7 +20,8 @@ from dflash_mlx.server.service import Service
 from dflash_mlx.server.streaming import EventStream, unless_gone
 
 # Clients ask for a version of Ollama's and compare it with the one whose protocol they need; this is the one we follow.
-OLLAMA_VERSION = "0.12.0"
+OLLAMA_VERSION = "0.12.11"
+NEVER = "9999-12-31T23:59:59Z"
 
 
 async def ollama_chat(service: Service, request: Request) -> Response:
@@ -56,6 +58,13 @@ async def ollama_generate(service: Service, request: Request) -> Response:
 async def tags(service: Service, request: Request) -> Response:
     """The served names."""
     return JSONResponse({"models": [_model(service, name) for name in service.names]})
+
+
+async def running(service: Service, request: Request) -> Response:
+    """The served names again: they are loaded for as long as the server runs."""
+    size = service.worker.status().memory_active
+    more = {"size": size, "size_vram": size, "expires_at": NEVER, "context_length": service.pair.context_length}
+    return JSONResponse({"models": [{**_model(service, name), **more} for name in service.names]})
 
 
 async def version(service: Service, request: Request) -> Response:
@@ -114,7 +123,7 @@ def _read_request(service: Service, fields: Fields, messages: list[dict[str, Any
     if options.any("num_predict") not in (None, -1, -2):  # both stand for no limit of the request's own
         max_tokens = options.whole("num_predict", 1, MAX_TOKENS) or max_tokens
     params = sampling(options, service.defaults, max_tokens=max_tokens, vocab_size=service.vocab_size)
-    params = replace(params, stop=stop_strings(options, "stop"))
+    params = replace(params, stop=stop_strings(options, "stop"), top_logprobs=read_top_logprobs(fields))
     options.done()
     offered = read_tools(fields, service.pair.tokenizer)
     wants_json, schema = _read_format(fields)

@@ -9,6 +9,7 @@ from typing import Any
 from dflash_mlx.server.answers import Answers, Piece
 from dflash_mlx.server.channels import REASONING
 from dflash_mlx.server.failures import failure
+from dflash_mlx.server.logprobs import chat_logprobs
 from dflash_mlx.server.service import Service
 from dflash_mlx.server.tools import ToolCall
 
@@ -27,7 +28,7 @@ class OllamaReply:
     async def lines(self) -> AsyncGenerator[bytes, None]:
         try:
             async for piece in self.answers.pieces():
-                if piece.said:
+                if piece.said or piece.logprobs:
                     yield _line({**self._said([piece]), "done": False})
                 if piece.finish is not None:
                     yield _line({**self._said([]), **self._end(piece)})
@@ -45,11 +46,13 @@ class OllamaReply:
         content = "".join(one.text for one in texts if one.kind != REASONING)
         reasoning = "".join(one.text for one in texts if one.kind == REASONING)
         calls = [_call(one) for one in said if isinstance(one, ToolCall)]
-        more = {**({"thinking": reasoning} if reasoning else {}), **({"tool_calls": calls} if calls else {})}
-        head = {"model": self.model, "created_at": datetime.now(timezone.utc).isoformat()}
+        message = {**({"thinking": reasoning} if reasoning else {}), **({"tool_calls": calls} if calls else {})}
+        head: dict[str, Any] = {"model": self.model, "created_at": datetime.now(timezone.utc).isoformat()}
+        if entries := [entry for piece in pieces for entry in piece.logprobs]:
+            head["logprobs"] = chat_logprobs(entries, self.service.vocabulary)["content"]
         if self.text_field is not None:
-            return {**head, self.text_field: content, **more}
-        return {**head, "message": {"role": "assistant", "content": content, **more}}
+            return {**head, self.text_field: content, **message}
+        return {**head, "message": {"role": "assistant", "content": content, **message}}
 
     def _end(self, last: Piece) -> dict[str, Any]:
         """How it ended; times are in nanoseconds."""

@@ -123,6 +123,9 @@ def test_models():
         listed = httpx.get(f"{server.url}/api/tags").json()["models"]
         assert [model["name"] for model in listed] == ["fake", "demo"]
         assert httpx.get(f"{server.url}/api/version").json()["version"].count(".") == 2
+        loaded = httpx.get(f"{server.url}/api/ps").json()["models"]
+        assert [model["name"] for model in loaded] == ["fake", "demo"]
+        assert loaded[0]["context_length"] == 20_000
         shown = post(server, "/api/show", model="demo:latest").json()
         assert (shown["capabilities"], shown["model_info"]["mlx.context_length"]) == (["completion"], 20_000)
         assert post(server, "/api/chat", model="demo:latest", messages=ASK, stream=False).json()["model"] == "demo"
@@ -171,7 +174,7 @@ def test_a_request_without_words_finds_the_model_loaded():
         assert server.worker.jobs == []
 
 
-@pytest.mark.parametrize("path", ["tags", "version"])
+@pytest.mark.parametrize("path", ["tags", "ps", "version"])
 def test_the_key_is_needed(path):
     with running(policy=Policy(keys=("k",))) as server:
         assert httpx.get(f"{server.url}/api/{path}").status_code == 401
@@ -189,3 +192,23 @@ def test_answers_are_those_of_the_other_protocols():
         text = client.completions.create(model="fake", prompt="abc", max_tokens=12).choices[0].text
         body = {"prompt": "abc", "raw": True, "stream": False, "options": {"num_predict": 12}}
         assert post(server, "/api/generate", **body).json()["response"] == text
+
+
+def test_log_probabilities_are_those_of_the_other_protocols():
+    """In whole answers and, put together, in the lines of a stream."""
+    pair = make_templated_pair(BPEStreamingDetokenizer)
+    with running(Worker(pair, width=3), pair=pair) as server:
+        asked = {"messages": ASK, "logprobs": True, "top_logprobs": 2}
+        chat = server.openai().chat.completions.create(model="fake", max_tokens=12, **asked)
+        expected = [entry.model_dump() for entry in chat.choices[0].logprobs.content]
+        asked["options"] = {"num_predict": 12}
+        whole = post(server, "/api/chat", stream=False, **asked).json()["logprobs"]
+        lines = [json.loads(line) for line in post(server, "/api/chat", **asked).text.splitlines()]
+        streamed = [entry for line in lines for entry in line.get("logprobs", [])]
+        for found in (whole, streamed):
+            assert [entry["token"] for entry in found] == [entry["token"] for entry in expected]
+            assert [len(entry["top_logprobs"]) for entry in found] == [2] * len(expected)
+            for mine, theirs in zip(found, expected, strict=True):
+                assert mine["logprob"] == pytest.approx(theirs["logprob"], abs=1e-3)
+        asked["logprobs"] = False
+        assert post(server, "/api/chat", **asked).status_code == 400
