@@ -23,7 +23,7 @@ from dflash_mlx.cli.bench_options import (
     settings_of,
     variants,
 )
-from dflash_mlx.cli.bench_report import print_comparison, read_result, show, write
+from dflash_mlx.cli.bench_report import print_comparison, read_result, require_writable, show, write
 from dflash_mlx.cli.output import note
 from dflash_mlx.drafters.methods import Method
 from dflash_mlx.errors import UsageError
@@ -120,6 +120,8 @@ def bench_command(
     streams = parse_concurrency(concurrency) if concurrency else []
     chosen, prompts_from = _prompts(prompts, suite, suite_file, category, limit)
     servers = servers_of(against or [], against_model or [])
+    if out is not None:
+        require_writable(out)
     opened = _open(own)
     from dflash_mlx import SamplingParams
 

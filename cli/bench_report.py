@@ -77,6 +77,16 @@ def write(results: "Results", figures: "Sequence[Figures]", folder: Path) -> Non
     note(f"written: {', '.join(str(folder / name) for name in FILES)}")
 
 
+def require_writable(folder: Path) -> None:
+    """Find out before anything is measured whether a report can be written there. Raises UsageError."""
+    from dflash_mlx.hub.new_folder import nearest_existing, try_writing
+
+    try:
+        try_writing(nearest_existing(folder))
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}. Name a folder you can write to.") from error
+
+
 def read_result(path: Path) -> "Results":
     """A result from its file or its folder. Raises UsageError."""
     from dflash_mlx.bench.reading import from_json

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from dflash_mlx import __version__
 from dflash_mlx.cli import launch, options
 from dflash_mlx.cli.output import LoadProgress, can_draw, is_terminal, marked, styled, wrapped
 from dflash_mlx.errors import DFlashError, UsageError
+from dflash_mlx.hub.new_folder import nearest_existing, try_writing
 from dflash_mlx.ranks import started_together
 from dflash_on_mlx import explain, other_version
 
@@ -193,14 +193,11 @@ def _cache() -> dict[str, Any]:
     from dflash_mlx.hub.registry import cache_home
 
     home = cache_home()
-    nearest = home
-    while not nearest.exists():
-        nearest = nearest.parent
+    nearest = nearest_existing(home)
     if not nearest.is_dir():
         raise OSError(f"{nearest} is a file; set DFLASH_MLX_HOME to a folder")
     try:
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
+        try_writing(nearest)
     except OSError as error:
         raise OSError(f"cannot write to {nearest} ({error.strerror}); set DFLASH_MLX_HOME to another folder") from error
     space = os.statvfs(nearest)

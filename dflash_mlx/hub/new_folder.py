@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,17 @@ def write_new_folder(folder: Path, build: Callable[[Path], None]) -> None:
                 _flush(path)
             work.rename(folder)
         _flush(folder.parent)
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the nearest of the folders above it that is there."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
+def try_writing(folder: Path) -> None:
+    """Raises OSError where nothing can be written into a folder; leaves nothing there."""
+    with tempfile.TemporaryDirectory(dir=folder):
+        pass
 
 
 @contextmanager

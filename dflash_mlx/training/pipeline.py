@@ -1,6 +1,8 @@
 """`dflash-mlx train`: data, training, measuring and export, each continued where an earlier run was stopped."""
 
+import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,10 +48,17 @@ def run(options: TrainOptions, *, quiet: bool = False) -> TrainResult:
     """Do what is left of the three stages. Run again with the same options to continue. Raises DFlashError."""
     deadline = None if options.stop_after_minutes is None else time.monotonic() + 60 * options.stop_after_minutes
     work = options.out / "work"
-    others = _other_files(options.out, work)
+    others, begun = _other_files(options.out, work), work.exists()
     with locked(work):
         remove_parts(options.out)
-        loaded = load(options, quiet=quiet)
+        try:
+            loaded = load(options, quiet=quiet)
+        except DFlashError:
+            if not begun:
+                shutil.rmtree(work)
+                with suppress(OSError):  # where there are other files, it stays
+                    options.out.rmdir()
+            raise
         drafter = make_drafter(loaded.target, loaded.tokenizer, loaded.frame, options)
         machine = backend()
         plan = estimate(

@@ -159,6 +159,20 @@ def test_an_error_in_the_middle_keeps_what_is_finished(
     assert captured.err.splitlines()[-1] == "error: the server stopped"
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loads(self: ModelChoice) -> ModelPair:
+        raise AssertionError("nothing should be loaded")
+
+    monkeypatch.setattr(options.ModelChoice, "open", loads)
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert main(["bench", "--pair", "demo", "--out", str(file / "report")]) == 2
+    assert f"cannot write to {file / 'report'}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -100,3 +100,14 @@ def test_show_prints_conversations(target_folder, tmp_path, capsys):
     assert out.count("--- conversation") == 3
     assert out.count(">>>") == out.count("<<<") == 3
     assert "<|im_start|>user" in out
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_target_that_is_not_there_leaves_nothing_behind(others, tmp_path, capsys):
+    out = tmp_path / "out"
+    if others:
+        out.mkdir()
+        (out / "notes.txt").write_text("mine")
+    assert main(["train", "--model", str(tmp_path / "nofolder"), "--out", str(out)]) != 0
+    assert "nofolder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == (["out", "notes.txt"] if others else [])
