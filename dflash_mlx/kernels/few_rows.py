@@ -48,7 +48,7 @@ Way = tuple[bool, int]
 W = TypeVar("W")
 _ORDINARY: Way = False, 0
 # To be raised when it is chosen among other ways.
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _GAIN, _STALL_SECONDS = 0.05, 0.1
 _TIMED, _MOST_TIMED, _SECONDS = 3, 12, 0.1
 # Operands of one kind in a race: the most, and the bytes that are enough.
 _OPERANDS, _BYTES = 16, 100_000_000
-_SCHEMA = 2
+_SCHEMA = 3
 
 W = TypeVar("W")
 Report = Callable[[str, float | None], None]
