@@ -1,6 +1,7 @@
 """A DFlash drafter at work on a batch of answers."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -64,12 +65,12 @@ class DFlashState(RowState):
         features = self._pending[0] if len(self._pending) == 1 else mx.concatenate(self._pending, axis=1)
         self._pending = []
         # A block, of which a part may be rejected, is a shape that comes each time.
-        sizes = [features.shape[1]] if not self._pending_kept else _powers_of_two(features.shape[1])
-        start = 0
-        for size in sizes:
-            self.rows.lengths.value = self._pending_at + start if start else self._pending_at
-            self._passes.absorb(self.rows, features[:, start : start + size] if len(sizes) > 1 else features)
-            start += size
+        sizes = _powers_of_two(features.shape[1]) if self._pending_kept else [features.shape[1]]
+        at = self._pending_at
+        for part in mx.split(features, list(accumulate(sizes))[:-1], axis=1):
+            self.rows.lengths.value = at
+            self._passes.absorb(self.rows, part)
+            at = at + part.shape[1]
 
     def settle(self, at: mx.array) -> None:
         self.absorb()
