@@ -140,7 +140,10 @@ class ModelPair:
         if most_lanes not in self._group_policies:
             costs = copy.deepcopy(self.group_costs(most_lanes))
             self._group_policies[most_lanes] = GroupWidth(
-                costs, self.block_size - 1, by_confidence=self.drafter.drafts_on_host
+                costs,
+                self.block_size - 1,
+                by_confidence=self.drafter.drafts_on_host,
+                any_width=not self.target.replays,
             )
         return self._group_policies[most_lanes]
 

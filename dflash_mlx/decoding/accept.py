@@ -45,9 +45,13 @@ class Outcome:
 
     @cached_property
     def packed(self) -> mx.array:
-        """All of it as one array of uint32, so that the host reads once."""
+        """All of it as one array of uint32, so that the host reads once.
+
+        An array of its own: on CUDA, MLX moves what the host reads to other memory, even while a pass that was launched
+        ahead still reads the old.
+        """
         if self.said is None and self.tokens.shape[-1] == 1:
-            return self.tokens.astype(mx.uint32)
+            return self.tokens.astype(mx.uint32) + mx.array(0, dtype=mx.uint32)
         said = [] if self.said is None else [self.said.view(mx.uint32)]
         count = self.num_accepted[..., None].astype(mx.uint32)
         return mx.concatenate([count, self.tokens.astype(mx.uint32), *said], axis=-1)

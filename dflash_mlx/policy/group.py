@@ -107,9 +107,12 @@ class GroupWidth:
     keeps its drafts. Where it does not, by the acceptance of the rounds so far: then the host never waits for a draft.
     """
 
-    def __init__(self, costs: GroupCosts, places: int, *, by_confidence: bool = False) -> None:
-        """places: the most that the drafter can draft. by_confidence: always go by its confidence."""
+    def __init__(self, costs: GroupCosts, places: int, *, by_confidence: bool = False, any_width: bool = True) -> None:
+        """places: the most that the drafter can draft. by_confidence: always go by its confidence. any_width: a round
+        may have any number of drafts, and not just a few numbers, for each of which a GPU compiles anew."""
         self.costs, self.places, self._by_confidence = costs, places, by_confidence
+        self._few = sorted({min(width, places) for width in FEW_WIDTHS})
+        self._widths = list(range(1, places + 1)) if any_width else self._few
         self.estimate = AcceptanceEstimate()
         self.pauses = Pauses()
         self._width = 0
@@ -128,7 +131,8 @@ class GroupWidth:
             return Choice(0)
         if self._by_confidence or self.costs.round(lanes, self.places) > _STEEP * self.costs.round(lanes, 1):
             # Drafting costs time too: not much further than drafts were lately.
-            return Choice(min(self.places, max(self._depths) + 2))
+            enough = max(self._depths) + 2
+            return Choice(next((width for width in self._widths if width >= enough), self.places))
         speeds = self._speeds(lanes)
         best = max(speeds, key=lambda width: speeds[width])
         if self._width not in speeds or speeds[best] > _WORTH * speeds[self._width]:
@@ -148,8 +152,12 @@ class GroupWidth:
         gains = np.concatenate([[0.0], expected])
         # Rounds without drafts are always to be had.
         speed = max(self.pauses.speed, 1.0 / self.costs.round(rows, 0))
-        values = [1.0 + gain - speed * self.costs.round(rows, w, drafted=drafted) for w, gain in enumerate(gains)]
-        width = int(np.argmax(values))
+        values = {
+            width: 1.0 + float(gains[width]) - speed * self.costs.round(rows, width, drafted=drafted)
+            for width in (0, *self._widths)
+            if width <= drafted
+        }
+        width = max(values, key=lambda width: values[width])
         self._count_unused(width > 0)
         self._depths.append(width)
         self._expected = float(gains[width]) * self._promised / self._kept
@@ -190,5 +198,4 @@ class GroupWidth:
     def _speeds(self, lanes: int) -> dict[int, float]:
         """Expected tokens a second of a lane, by width."""
         expected = self.estimate.expected_tokens(self.places)
-        widths = {min(width, self.places) for width in FEW_WIDTHS}
-        return {width: expected[width] / self.costs.round(lanes, width) for width in sorted(widths)}
+        return {width: expected[width] / self.costs.round(lanes, width) for width in self._few}

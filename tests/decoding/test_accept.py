@@ -19,6 +19,16 @@ DRAFT = mx.array([[0.7, 0.2, 0.1, 0.0], [0.1, 0.1, 0.2, 0.6], [0.05, 0.8, 0.1, 0
 TARGET = mx.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.1, 0.1], [0.3, 0.1, 0.2, 0.4], [0.4, 0.3, 0.2, 0.1]])
 
 
+@pytest.mark.parametrize("width", [0, 3])
+def test_what_the_host_reads_is_an_array_of_its_own(width):
+    """On CUDA, MLX moves its memory then, and the next pass, which may have been launched, reads the tokens."""
+    tokens = mx.arange(2 * (width + 1), dtype=mx.uint32).reshape(2, width + 1)
+    outcome = Outcome(mx.array([width, 0]), tokens)
+    mx.eval(outcome.packed)
+    assert not np.shares_memory(np.asarray(outcome.packed), np.asarray(tokens))
+    assert [reading.tokens for reading in outcome.read()] == [tokens[0].tolist(), tokens[1, :1].tolist()]
+
+
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_every_draft_of_a_block_is_judged(width):
     """The joint distribution of a block's W places and of the one after is the target's, the last draft included.

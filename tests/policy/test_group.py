@@ -282,6 +282,26 @@ def test_it_reads_confidence_where_a_wide_round_costs_more():
     assert policy.next_round(32).waits
 
 
+@pytest.mark.parametrize("text", TEXTS)
+def test_where_each_width_is_compiled_anew_there_are_only_a_few(text):
+    """And little is lost by that."""
+    policy, widths = GroupWidth(bound_by_memory(), PLACES, any_width=False), set()
+    choose, next_round = policy.choose, policy.next_round
+
+    def noting(best, *, rows):
+        widths.add(width := choose(best, rows=rows))
+        return width
+
+    def noted(lanes):
+        widths.add((choice := next_round(lanes)).places)
+        return choice
+
+    policy.choose, policy.next_round = noting, noted
+    assert run(policy, bound_by_memory(), TEXTS[text], 32, 300) > 0.9
+    assert policy.next_round(32).waits
+    assert widths <= {0, 1, 3, 7, 15}
+
+
 def test_overconfident_drafters_are_corrected():
     """Promises of 0.9 that hold one time in four: after a while they are not believed."""
     policy = GroupWidth(bound_by_memory(), PLACES)
