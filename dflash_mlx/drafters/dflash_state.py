@@ -1,7 +1,6 @@
 """A DFlash drafter at work on a batch of answers."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -17,8 +16,8 @@ from dflash_mlx.targets.target import Target
 if TYPE_CHECKING:
     from dflash_mlx.drafters.dflash import DFlashDrafter
 
-# While nothing is drafted, features wait for the drafter in batches of this many tokens.
-_MAX_PENDING = 64
+# While nothing is drafted, the features of up to so many rounds wait for the drafter.
+_MOST_WAITING = 64
 
 
 class DFlashState(RowState):
@@ -29,9 +28,11 @@ class DFlashState(RowState):
         self.drafter, self.target = drafter, target
         self._passes = target.passes_of(drafter, _Passes)
         self.vocabulary = self._passes.vocabulary
-        self._pending: list[mx.array] = []
-        self._pending_at = self.rows.lengths.value
-        self._pending_kept = True
+        # The features of a block, or of single tokens, (B, _MOST_WAITING, ...), and of how many; the positions of the
+        # first; and the most positions that a row has after them.
+        self._block: mx.array | None = None
+        self._waiting: mx.array | None = None
+        self._count, self._at, self._room = 0, self.rows.lengths.value, 0
 
     @classmethod
     def of(cls, drafter: "DFlashDrafter", target: Target, caches: Sequence[KVCache], length: int) -> "DFlashState":
@@ -45,32 +46,50 @@ class DFlashState(RowState):
 
     def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
         assert features is not None
-        if self._pending and not self._pending_kept:
+        waits = all_kept and features.shape[1] == 1
+        if not waits or self._block is not None:
             self.absorb()
-        if not self._pending:
-            self._pending_at = at
-        self._pending.append(features)
-        self._pending_kept = all_kept
+        self._room = room
         self.rows.reserve(room)
-        if len(self._pending) >= _MAX_PENDING:
+        if self._count == 0:
+            self._at = at
+        if waits:
+            self._wait(features)
+        else:
+            self._block = features
+
+    def _wait(self, features: mx.array) -> None:
+        """Keep a token's features, (B, 1, ...), for later."""
+        if self._waiting is None:
+            batch, _, size = features.shape
+            self._waiting = mx.zeros((batch, _MOST_WAITING, size), dtype=features.dtype)
+        self._waiting[:, self._count : self._count + 1] = features
+        self._count += 1
+        if self.target.replays:
+            # Now, by itself: as one of many operations later it would make each number of rounds a plan of its own.
+            mx.async_eval(self._waiting)
+        if self._count == _MOST_WAITING:
             self.absorb()
 
     def absorb(self) -> None:
-        """Turn the features that wait into keys and values.
+        """Turn the features that wait into keys and values."""
+        if self._block is not None:
+            block, self._block = self._block, None
+            self._absorb(block)
+        if self._waiting is not None:
+            # Some more are taken in, and written over later, where each number would be written down and compiled anew.
+            count = 1 << (self._count - 1).bit_length() if self.target.replays else self._count
+            self.rows.reserve(self._room + count - self._count)
+            waiting, self._waiting, self._count = self._waiting, None, 0
+            # There is no room made for a row whose lane has left since the first of them, so it must not go on.
+            self._at = mx.minimum(self._at, self.rows.lengths.capacity - count)
+            self._absorb(waiting[:, :count])
+            if self.target.replays:
+                mx.async_eval([leaf.state for leaf in self.rows.attention])
 
-        By twice as many tokens each time, so that few shapes have to be written down and compiled.
-        """
-        if not self._pending:
-            return
-        features = self._pending[0] if len(self._pending) == 1 else mx.concatenate(self._pending, axis=1)
-        self._pending = []
-        # A block, of which a part may be rejected, is a shape that comes each time.
-        sizes = _powers_of_two(features.shape[1]) if self._pending_kept else [features.shape[1]]
-        at = self._pending_at
-        for part in mx.split(features, list(accumulate(sizes))[:-1], axis=1):
-            self.rows.lengths.value = at
-            self._passes.absorb(self.rows, part)
-            at = at + part.shape[1]
+    def _absorb(self, features: mx.array) -> None:
+        self.rows.lengths.value = self._at
+        self._passes.absorb(self.rows, features)
 
     def settle(self, at: mx.array) -> None:
         self.absorb()
@@ -125,11 +144,6 @@ class DFlashState(RowState):
         block = mx.concatenate([anchors.astype(mx.uint32)[:, None], drafts], axis=1)
         logits, hidden = self._passes.draft(self.rows, block)
         return logits, hidden
-
-
-def _powers_of_two(count: int) -> list[int]:
-    """Different powers of two that add up to a number: 11 -> [1, 2, 8]."""
-    return [1 << bit for bit in range(count.bit_length()) if count >> bit & 1]
 
 
 class _Passes:

@@ -18,8 +18,9 @@ def writer(strategy, *, plain=False):
     return SimpleNamespace(strategy=strategy, is_plain_greedy=plain)
 
 
-def state_of(drafter):
+def state_of(drafter, *, replays=False):
     target = tiny_target("llama")
+    target.set_replays(replays)
     session = Session(target, drafter)
     session.feed(PROMPT)
     return drafter.open(target, session.draft_cache, len(PROMPT))
@@ -59,14 +60,15 @@ def test_it_never_waits_for_the_host():
     assert state_of(tiny_drafter()).outlook([]) is Outlook.DEVICE
 
 
-@pytest.mark.parametrize("waiting", [1, 2, 11])
-def test_features_that_have_waited_are_taken_in_as_they_came(waiting, monkeypatch):
-    """In few shapes: by 1, 2 and 8 tokens where 11 have waited."""
+@pytest.mark.parametrize("replays", [False, True], ids=["each shape", "few shapes"])
+@pytest.mark.parametrize(("waiting", "few"), [(1, 1), (2, 2), (11, 16), (64, None), (67, 4), (251, 64)])
+def test_features_that_have_waited_are_taken_in_as_they_came(waiting, few, replays, monkeypatch):
+    """In few shapes: with some more, which are written over later, where each shape would be compiled."""
     drafter = tiny_drafter()
     features = mx.random.normal((1, waiting, drafter.config.feature_size), key=mx.random.key(0))
     held, fed = [], []
     for together in (True, False):
-        state = state_of(drafter)
+        state = state_of(drafter, replays=replays)
         absorb = state._passes.absorb
         monkeypatch.setattr(state._passes, "absorb", lambda rows, x, on=absorb: (fed.append(x.shape[1]), on(rows, x)))
         for i in range(waiting):
@@ -75,11 +77,34 @@ def test_features_that_have_waited_are_taken_in_as_they_came(waiting, monkeypatc
             if not together:
                 state.settle(at + 1)
         held.append(state.layers())
-        assert sum(fed) == waiting
-        assert not together or fed == [size for size in (1, 2, 4, 8) if waiting & size]
+        if together:
+            assert fed == [64] * (waiting // 64) + ([few if replays else waiting % 64] if waiting % 64 else [])
         fed.clear()
+    # The last ones of 251 begin so late that those beyond them need more room than was made before.
     end = len(PROMPT) + waiting
     for together, apart in zip(*held, strict=True):
         for name in ("keys", "values"):
             found, expected = (getattr(layer, name)[:, :, :end] for layer in (together, apart))
             assert mx.abs(found - expected).max().item() < 1e-5
+
+
+def test_a_row_whose_lane_has_left_gets_no_more_room_than_there_is(monkeypatch):
+    """Its features go on coming, and for it nobody makes room: they must not be written after the buffers' end."""
+    drafter = tiny_drafter()
+    state = drafter.blank(tiny_target("llama"), 2, 256)
+    capacity, ends = state.rows.lengths.capacity, []
+    absorb = state._passes.absorb
+
+    def noting(rows, features):
+        ends.append((rows.lengths.value + features.shape[1]).tolist())
+        return absorb(rows, features)
+
+    monkeypatch.setattr(state._passes, "absorb", noting)
+    features = mx.random.normal((2, 1, drafter.config.feature_size), key=mx.random.key(0))
+    for i in range(9):
+        # The second lane leaves after the first round, and its row begins at 0 again.
+        at = mx.array([20 + i, capacity - 2 if i == 0 else 0])
+        state.extend(mx.zeros((2, 1)), features, at, room=capacity if i == 0 else 30 + i, all_kept=True)
+    state.settle(mx.array([29, 0]))
+    assert max(map(max, ends)) <= capacity
+    assert ends[-1][0] == 29
