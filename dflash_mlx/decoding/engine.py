@@ -27,6 +27,7 @@ from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import Chances, Drafts, accept, consider, propose
 from dflash_mlx.decoding.tree import DraftTree
 from dflash_mlx.drafters.contract import Drafter, Outlook
+from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
 # What a lane gained in a round, or what went wrong with it alone.
@@ -130,7 +131,7 @@ class Engine:
 
     def _fitting(self, places: int, most: int) -> int:
         """No more places than tokens are wanted, unless another width would have to be written down and compiled."""
-        return places if self.target.replays else min(places, most)
+        return places if self.target.replays or backend().kind == "cuda" else min(places, most)
 
     def _may_launch_ahead(self, current: Round, *, drafting: bool) -> bool:
         """Whether the round after `current` can be launched before that is read: nothing of it depends on the host."""

@@ -110,7 +110,8 @@ def likeliest(ranking: Ranking, size: int, *, scale: float = 1.0) -> Likeliest:
     size = min(size, sum(branches**depth for depth in range(1, places + 1)))
     paths = likely_paths(places, branches, size)
     log_probs = _scaled(ranking.log_probs, scale)
-    straight = mx.cumsum(log_probs[:, 0])
+    # Over the whole rows: of a single number with others of its row behind it, MLX's sum writes those, too, on CUDA.
+    straight = mx.cumsum(log_probs, axis=0)[:, 0]
     lesser = (log_probs - log_probs[:, :1]).flatten()
     sums = mx.concatenate([mx.zeros((1,)), straight, lesser])[paths.terms].sum(axis=1)
     found = mx.argpartition(-sums, size)[: size + 1] if size + 1 < sums.size else mx.arange(sums.size)

@@ -88,6 +88,22 @@ def test_trees_of_every_form_are_found(best):
         check_found(ids, np.log(probabilities * noise).astype(np.float32), 31)
 
 
+def test_sums_never_run_over_one_number_of_a_longer_row(monkeypatch):
+    """On CUDA, MLX 0.32 writes the others of the row after its end then, over memory of other arrays."""
+    cumsum, steps = mx.cumsum, []
+
+    def noting(array, axis=0):
+        mx.eval(array)
+        steps.append((memoryview(array).strides[axis], array[0].nbytes))
+        return cumsum(array, axis=axis)
+
+    monkeypatch.setattr(mx, "cumsum", noting)
+    ranking = rank(mx.random.normal((1, 5000), key=mx.random.key(0)), BRANCHES)
+    assert likeliest(ranking, 31).size == BRANCHES
+    assert steps
+    assert all(step == row for step, row in steps)
+
+
 def test_there_are_no_more_drafts_than_paths():
     ids, log_probs = random_candidates(np.random.default_rng(0), 2, 3)
     found = likeliest(ranking_of(ids, log_probs), 50)
