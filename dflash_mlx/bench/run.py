@@ -122,9 +122,13 @@ def _acceptance(response: GenerationResponse) -> dict[str, Any] | None:
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """Who runs in a turn, in which order: each is the first one equally often."""
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
+    """Who runs in a turn, in which order: each is the first one equally often, and every second turn goes backwards.
+
+    So none comes before another more often than after it: whoever meets new shapes first may have to compile for them.
+    """
+    first = turn // 2 % len(names)
+    found = [*names[first:], *names[:first]]
+    return found[::-1] if turn % 2 else found
 
 
 def plan(
@@ -132,7 +136,7 @@ def plan(
 ) -> list[Job]:
     """All runs in their order.
 
-    The contestants take turns, and so does which of them goes first: a machine that grows warm slows all alike.
+    The contestants take turns, and so does which of them goes first (`order`): a machine that grows warm slows all alike.
     """
     results = [(PromptResult(prompt=p, setting=s.name), s) for s in settings for p in prompts]
     return [

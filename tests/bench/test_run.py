@@ -62,20 +62,25 @@ def test_contestants_take_turns_and_so_does_the_one_that_goes_first() -> None:
         ("a", "drafted"),
         ("b", "drafted"),
         ("b", "plain"),
-        ("c", "plain"),
         ("c", "drafted"),
+        ("c", "plain"),
         ("a", "drafted"),
         ("a", "plain"),
-        ("b", "plain"),
         ("b", "drafted"),
-        ("c", "drafted"),
+        ("b", "plain"),
         ("c", "plain"),
+        ("c", "drafted"),
     ]
     assert {len(job.result.runs) for job in jobs} == {4}
 
 
-def test_each_of_three_is_the_first_one_equally_often() -> None:
-    assert [order("abc", turn) for turn in range(3)] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+@pytest.mark.parametrize("names", ["ab", "abc", "abcdefghijk"])
+def test_each_is_the_first_one_equally_often_and_before_each_other_as_often_as_after_it(names: str) -> None:
+    turns = [order(names, turn) for turn in range(2 * len(names))]
+    assert all(sorted(turn) == list(names) for turn in turns)
+    assert {sum(turn[0] == name for turn in turns) for name in names} == {2}
+    for one, other in itertools.combinations(names, 2):
+        assert sum(turn.index(one) < turn.index(other) for turn in turns) == len(names)
 
 
 def test_settings_have_results_of_their_own_and_context_comes_before_the_prompt() -> None:
