@@ -136,7 +136,7 @@ def plan(
 ) -> list[Job]:
     """All runs in their order.
 
-    The contestants take turns, and so does which of them goes first (`order`): a machine that grows warm slows all alike.
+    The contestants take turns (`order`), so that a machine that grows warm slows all alike.
     """
     results = [(PromptResult(prompt=p, setting=s.name), s) for s in settings for p in prompts]
     return [
