@@ -10,7 +10,7 @@ mlx-lm's own, whatever its version.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash_mlx.caches.tree_recurrence import BranchedRecurrences
 from dflash_mlx.hooks import subclassed
 
 # What mlx-lm's decoder layers call the part that alone reads and writes a recurrent cache; "self_attn" in those layers
@@ -44,6 +45,18 @@ class Recording:
     calls: list[_Call] = field(default_factory=list)
     outputs: dict[int, mx.array | None] = field(default_factory=dict)
 
+    def of(self, rows: mx.array | slice) -> "Recording":
+        """The same for some rows only of each answer's block."""
+
+        def taken(value: Any) -> Any:
+            return value[:, rows] if isinstance(value, mx.array) else value
+
+        calls = [
+            _Call(call.mixer, call.kind, tuple(map(taken, call.args)), {n: taken(v) for n, v in call.kwargs.items()})
+            for call in self.calls
+        ]
+        return Recording(calls, {key: taken(output) for key, output in self.outputs.items()})
+
     def is_complete(self, recurrent: Sequence[Any], fed: int, *, answers: int = 1) -> bool:
         """Whether replaying the calls brings all `recurrent` caches forward, of (answers, fed, ...) arguments."""
         seen = {id(value) for call in self.calls for value in call.values()}
@@ -62,10 +75,11 @@ class Recorder:
             for module in mixer.modules()
             if isinstance(module, nn.Linear | nn.QuantizedLinear)
         ]
+        self._branched = BranchedRecurrences(self._mixers)
 
     @contextmanager
-    def recording(self, recurrent: Sequence[Any]) -> Iterator[Recording]:
-        """Record the calls that get one of the `recurrent` caches, for the length of one forward."""
+    def recording(self, recurrent: Sequence[Any], tree: Sequence[mx.array] | None = None) -> Iterator[Recording]:
+        """Record the calls that get one of the `recurrent` caches, for one forward over a block, or a `tree`'s rows."""
         recording = Recording()
         caches = {id(leaf) for leaf in recurrent}
 
@@ -79,7 +93,11 @@ class Recorder:
             recording.outputs[id(linear)] = output if id(linear) not in recording.outputs else None
             return output
 
-        with _hooked(self._mixers, on_mixer), _hooked(self._linears, on_linear):
+        with (
+            self._branched.over(*tree) if tree is not None else nullcontext(),
+            _hooked(self._mixers, on_mixer),
+            _hooked(self._linears, on_linear),
+        ):
             yield recording
 
     def replay(self, recording: Recording, keep: int) -> None:

@@ -7,6 +7,7 @@ keep their shapes until they grow. Whether replaying is faster is measured (`ker
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -79,8 +80,8 @@ class Pass(Mirrored):
     def over(self, rows: Rows, tokens: mx.array, tree: TreeShape | None = None) -> tuple[mx.array, mx.array | None]:
         """The tokens (B, L) that follow the rows' lengths, or the rows of a tree (1, L)."""
         if rows.states:
-            assert tree is None
-            return self._run(tokens, rows.layers)
+            with branched(self._ropes, rows, *tree) if tree is not None else nullcontext():
+                return self._run(tokens, rows.layers)
         if tree is None:
             found = list(self._chain(rows, tokens))
         else:

@@ -18,7 +18,7 @@ from dflash_mlx.caches.own import OwnCaches, arrays_of
 from dflash_mlx.caches.recurrence import Recorder, Recording
 from dflash_mlx.caches.replay import Pass
 from dflash_mlx.caches.rows import Rows, fits
-from dflash_mlx.caches.tree_rows import TreeShape
+from dflash_mlx.caches.tree_rows import TreeShape, find_ropes
 from dflash_mlx.ranks.mirror import Mirrored, mirrored
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
@@ -48,10 +48,14 @@ class TargetCaches(Protocol):
 
 @dataclass
 class _Block:
-    """A block that is not committed: the recurrent states before it, and a recording where it may be kept in part."""
+    """A block that is not committed: the recurrent states before it, and a recording where it may be kept in part.
+
+    branched: it was a tree, of which the recording has one path, and the caches hold nothing that counts.
+    """
 
     states: list[list[mx.array]]
-    recording: Recording | None
+    recording: Recording | None = None
+    branched: bool = False
 
 
 class BatchCaches(Mirrored):
@@ -71,32 +75,36 @@ class BatchCaches(Mirrored):
         self.rows.lengths.value = at
         if self._recorder is None:
             return model.over(self.rows, tokens, tree)
-        block = _Block([list(state.cache) for state in self.rows.states], None)
+        block = _Block([list(state.cache) for state in self.rows.states])
         self._blocks.append(block)
         if tokens.shape[1] == 1:
             return model.over(self.rows, tokens)
-        with self._recorder.recording(self.rows.states) as block.recording:
-            return model.over(self.rows, tokens)
+        with self._recorder.recording(self.rows.states, tree) as block.recording:
+            return model.over(self.rows, tokens, tree)
 
     @mirrored
     def keep_path(self, model: Pass, path: mx.array) -> None:
         model.keep_path(self.rows, path)
+        if self._recorder is not None:
+            [block] = self._blocks
+            assert block.recording is not None
+            block.recording, block.branched = block.recording.of(path), True
 
     @mirrored
     def commit(self, fed: int, kept: Sequence[int]) -> None:
         if self._recorder is None:
             return
         block = self._blocks.pop(0)
-        if all(count == fed for count in kept):
+        if not block.branched and all(count == fed for count in kept):
             return
         assert not self._blocks, "a block was only partly kept, and more had been fed after it"
         assert block.recording is not None
         self._restore(block)
-        counts = mx.array(list(kept))
+        counts, most = mx.array(list(kept)), max(kept)
         for state in self.rows.states:
             # Of its own: mlx-lm counts it down in place.
             state.lengths = mx.array(list(kept))
-        self._recorder.replay_rows(block.recording, mx.arange(fed) < counts[:, None])
+        self._recorder.replay_rows(block.recording.of(slice(most)), mx.arange(most) < counts[:, None])
         for state in self.rows.states:
             state.lengths = None
 
@@ -236,4 +244,41 @@ def works_with(
         # Not before: several machines have to make the same passes, whatever each of them finds.
         return all(difference <= 1 for difference in differences)
     except Exception:  # model code that wants a number for the length may fail in any way
+        return False
+
+
+def trees_work_with(
+    model: nn.Module, layers: Sequence[nn.Module], vocab_size: int, make_cache: Callable[[], list[Any]]
+) -> bool:
+    """Whether a model of mlx-lm computes for the rows of a tree what it computes for each path by itself. Runs it."""
+    ropes = find_ropes(model)
+    if not fits(make_cache()) or not ropes:
+        return False
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 12)
+    context, block, more = tokens[None, :5], tokens[None, 5:10], tokens[None, 10:]
+    # Two paths after the anchor: rows 1 and 2, and rows 3 and 4.
+    visible = np.tril(np.ones((5, 5), dtype=bool))
+    visible[3:, 1:3] = False
+    path = [0, 3, 4]
+    forward = Pass(lambda tokens, caches: (model(tokens, cache=caches), None), ropes=ropes)
+
+    def alone(rows: Sequence[int], *, and_more: bool = False) -> mx.array:
+        caches = make_cache()
+        model(mx.array(context), cache=caches)
+        fed = np.concatenate([block[:, list(rows)], *([more] if and_more else [])], axis=1)
+        return mx.concatenate([model(mx.array(fed[:, i : i + 1]), cache=caches) for i in range(fed.shape[1])], axis=1)
+
+    try:
+        caches = make_cache()
+        model(mx.array(context), cache=caches)
+        batch = BatchCaches(Rows.of(caches, context.shape[1]), layers)
+        at, shape = mx.array([context.shape[1]], dtype=mx.int32), (mx.array([0, 1, 2, 1, 2]), mx.array(visible))
+        found, _ = batch.feed(forward, mx.array(block), at=at, room=16, tree=shape)
+        batch.keep_path(forward, mx.array(path))
+        batch.commit(block.shape[1], [len(path)])
+        further, _ = batch.feed(forward, mx.array(more), at=at + len(path), room=16)
+        expected = [alone(range(3)), alone(path, and_more=True)]
+        found = mx.concatenate([found[:, :3], found[:, :1], found[:, 3:], further], axis=1)
+        return relative_difference(found, mx.concatenate(expected, axis=1)) <= TOLERANCE[found.dtype]
+    except Exception:  # model code that wants a number for the offset may fail in any way
         return False

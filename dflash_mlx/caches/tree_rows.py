@@ -3,23 +3,20 @@
 A row of a tree sees the cached positions, the rows that it continues and itself, and its position is that of its depth.
 The first is a mask, which model code takes from its cache. The second is the cache's `offset`, here an array with a
 position for each row, and rotary embeddings have to take it: a hook on their instances (`hooks.py`) for the length of
-one forward. Which models compute the same that way is found out by running them (`works_with`).
+one forward. Recurrent layers are in tree_recurrence.py. Which models compute the same that way is found out by running
+them (`target_caches.trees_work_with`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from mlx_lm.models.cache import ArraysCache
 
-from dflash_mlx.caches.rows import Rows, fits
-from dflash_mlx.caches.trimming import leaves
+from dflash_mlx.caches.rows import Rows
 from dflash_mlx.hooks import subclassed
-from dflash_mlx.rounding import TOLERANCE, relative_difference
 
 # Of a tree's rows, the anchor first: how far each is from it, (N + 1,), and which rows each sees, (N + 1, N + 1).
 TreeShape = Sequence[mx.array]
@@ -85,37 +82,6 @@ def keep_path(rows: Rows, path: mx.array, fed: Sequence[mx.array]) -> None:
     index = (rows.lengths.value + places)[None, None, :, None]
     for leaf, keys, values in zip(rows.attention, fed[::2], fed[1::2], strict=True):
         leaf.write_at(index, keys, values)
-
-
-def works_with(model: nn.Module, vocab_size: int, make_cache: Callable[[], list[Any]]) -> bool:
-    """Whether a model of mlx-lm computes for the rows of a tree what it computes for each path by itself. Runs it."""
-    caches = make_cache()
-    ropes = find_ropes(model)
-    if not fits(caches) or any(isinstance(leaf, ArraysCache) for leaf in leaves(caches)) or not ropes:
-        return False
-    tokens = np.random.default_rng(0).integers(0, vocab_size, 11)
-    context, block, more = tokens[None, :5], tokens[None, 5:10], mx.array(tokens[None, 10:])
-    # Two paths after the anchor: rows 1 and 2, and rows 3 and 4.
-    visible = np.tril(np.ones((5, 5), dtype=bool))
-    visible[3:, 1:3] = False
-    path = [0, 3, 4]
-    try:
-        model(mx.array(context), cache=caches)
-        rows = Rows.of(caches, 5)
-        with branched(ropes, rows, mx.array([0, 1, 2, 1, 2]), mx.array(visible)):
-            found = model(mx.array(block), cache=rows.layers)
-        keep_path(rows, mx.array(path), take_fed(rows))
-        rows.lengths.value = rows.lengths.value + len(path)
-        found = mx.concatenate([found, model(more, cache=rows.layers)], axis=1)
-        expected = []
-        for chain in (block[:, :3], block[:, path]):
-            fresh = make_cache()
-            model(mx.array(context), cache=fresh)
-            expected.append(model(mx.array(chain), cache=fresh))
-        expected = [expected[0], expected[1][:, 1:], model(more, cache=fresh)]
-        return relative_difference(found, mx.concatenate(expected, axis=1)) <= TOLERANCE[found.dtype]
-    except Exception:  # model code that wants a number for the offset may fail in any way
-        return False
 
 
 @cache

@@ -48,7 +48,7 @@ Way = tuple[bool, int]
 W = TypeVar("W")
 _ORDINARY: Way = False, 0
 # To be raised when it is chosen among other ways.
-_SCHEMA = 2
+_SCHEMA = 3
 
 
 @dataclass(frozen=True)

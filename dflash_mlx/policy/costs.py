@@ -24,7 +24,7 @@ from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.policy.width import STEEP, FixedWidth, RoundCosts
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 11
+_SCHEMA = 12
 _PROMPT_TOKENS = 64
 # Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and as many as take `_SECONDS_A_WIDTH` when nothing
 # stalls; a GPU stalls at first, while it compiles.

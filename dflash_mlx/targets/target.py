@@ -155,7 +155,9 @@ class Target(Mirrored):
 
     @mirrored
     def _probe_trees(self) -> bool:
-        return tree_rows.works_with(self._attempted(), self.vocab_size, self.make_cache)
+        if self.kernels == "exact" and any(isinstance(leaf, ArraysCache) for leaf in leaves(self.blank_caches)):
+            return False  # the rows of a tree go through recurrent layers together, and those of a chain one by one
+        return target_caches.trees_work_with(self._attempted(), self.layers, self.vocab_size, self.make_cache)
 
     def _attempted(self) -> nn.Module:
         """The model, for passes that may fail."""

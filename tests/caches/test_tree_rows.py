@@ -10,7 +10,8 @@ from tiny import FAMILIES, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_tar
 from tiny_families import WINDOW, family_target, unavailable
 
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.caches.tree_rows import branched, find_ropes, keep_path, take_fed, works_with
+from dflash_mlx.caches.target_caches import trees_work_with
+from dflash_mlx.caches.tree_rows import branched, find_ropes, keep_path, take_fed
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session
@@ -199,12 +200,14 @@ class ForgetsPositions(nn.Module):
         return self.model(tokens, cache=cache)
 
 
-def test_works_with_finds_out_by_running(target):
+def test_which_models_take_trees_is_found_out_by_running(target):
+    def works(model, make_cache=target.make_cache):
+        return trees_work_with(model, target.layers, target.vocab_size, make_cache)
+
     assert target.takes_trees()
-    vocabulary = target.vocab_size
-    assert not works_with(ForgetsPositions(target.model), vocabulary, target.make_cache)
-    assert not works_with(target.model, vocabulary, list)
-    assert works_with(target.model, vocabulary, lambda: [RotatingKVCache(8) for _ in target.layers])
-    assert not works_with(target.model, vocabulary, lambda: [RotatingKVCache(8, keep=4) for _ in target.layers])
-    assert not works_with(target.model, vocabulary, lambda: [ArraysCache(2) for _ in target.layers])
-    assert not works_with(nn.Linear(2, 2), vocabulary, target.make_cache)
+    assert not works(ForgetsPositions(target.model))
+    assert not works(target.model, list)
+    assert works(target.model, lambda: [RotatingKVCache(8) for _ in target.layers])
+    assert not works(target.model, lambda: [RotatingKVCache(8, keep=4) for _ in target.layers])
+    assert not works(target.model, lambda: [ArraysCache(2) for _ in target.layers])
+    assert not works(nn.Linear(2, 2))

@@ -13,6 +13,7 @@ import numpy as np
 
 from dflash_mlx.caches.rows import RowKVCache, Rows, fits
 from dflash_mlx.caches.target_caches import BatchCaches
+from dflash_mlx.caches.tree_recurrence import convolutions, recurrences
 from dflash_mlx.caches.tree_rows import branched
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hooks import renamed, subclassed
@@ -20,7 +21,7 @@ from dflash_mlx.kernels.attention import NAME, Mask, as_array, attention_layers,
 from dflash_mlx.kernels.exact.attention import ROWS, Blocks, attention_in, compare_attention
 from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, largest_difference
 from dflash_mlx.kernels.exact.layers import EXACT_KINDS, KernelLinear, compare_products, kind_of_product, set_exact
-from dflash_mlx.kernels.exact.recurrence import convolutions, exact_convolution, recurrences, without_recurrence
+from dflash_mlx.kernels.exact.recurrence import exact_convolution, without_recurrence
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work
 from dflash_mlx.kernels.rows_attention.layers import Heads, Rival, ways, works
 from dflash_mlx.runtime import backend

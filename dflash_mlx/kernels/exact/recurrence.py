@@ -10,23 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.gated_delta import gated_delta_update
 
-from dflash_mlx.hooks import means, renamed
-
-_RECURRENCE = "gated_delta_update"
-
-
-def convolutions(model: nn.Module) -> list[nn.Module]:
-    """A model's convolutions over time of each channel by itself, which `exact_convolution` can compute."""
-    return [
-        layer
-        for layer in model.modules()
-        if type(layer) is nn.Conv1d
-        and layer.groups == layer.weight.shape[0]
-        and layer.weight.shape[2] == layer.stride == layer.dilation == 1
-        and layer.padding == 0
-    ]
+from dflash_mlx.caches.tree_recurrence import RECURRENCE
+from dflash_mlx.hooks import renamed
 
 
 @cache
@@ -45,14 +31,9 @@ def exact_convolution(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Exact{kind.__name__}", (kind,), {"__call__": call})
 
 
-def recurrences(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model whose code calls mlx-lm's GatedDeltaNet."""
-    return [layer for layer in model.modules() if means(type(layer), _RECURRENCE, gated_delta_update)]
-
-
 def without_recurrence(kind: type[nn.Module]) -> type[nn.Module]:
     """A layer that goes through no tokens; what it gives has the right shapes."""
-    return renamed(kind, _RECURRENCE, _nothing)
+    return renamed(kind, RECURRENCE, _nothing)
 
 
 def _nothing(
