@@ -77,6 +77,7 @@ def convolutions(model: nn.Module) -> list[nn.Module]:
         layer
         for layer in model.modules()
         if isinstance(layer, nn.Conv1d)
+        and "weight" in layer  # not that of a layer on another machine
         and layer.groups == layer.weight.shape[0]
         and layer.weight.shape[2] == layer.stride == layer.dilation == 1
         and layer.padding == 0
