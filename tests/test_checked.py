@@ -7,7 +7,7 @@ from mlx_lm import load
 from tiny_folder import write_drafter, write_target
 
 from dflash_mlx import checked
-from dflash_mlx.caches import target_caches, tree_rows
+from dflash_mlx.caches import target_caches
 from dflash_mlx.errors import PairError
 from dflash_mlx.loading import load_pair, pair_around
 
@@ -38,8 +38,8 @@ def loaded(folders, **options):
 def test_what_was_found_is_remembered(folders, monkeypatch):
     """As it would be found again, and without running the models for it."""
     first, again = loaded(folders), loaded(folders, recheck=True)
-    for module in (target_caches, tree_rows):
-        monkeypatch.setattr(module, "works_with", lambda *_: pytest.fail("the target was run"))
+    for name in ("works_with", "trees_work_with"):
+        monkeypatch.setattr(target_caches, name, lambda *_: pytest.fail("the target was run"))
     monkeypatch.setattr(checked, "examine", lambda *_, **__: pytest.fail("the pair was run"))
     remembered = loaded(folders)
     assert remembered.checks == again.checks == first.checks != []
