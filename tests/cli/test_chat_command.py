@@ -212,6 +212,7 @@ def test_a_file_goes_with_the_next_turn(tmp_path):
     assert tokens[1] - tokens[0] == len("\n\na.txt:\n```\nabc\n```")
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_pair_remembers_the_conversation(monkeypatch, demo_home):
     monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))

@@ -115,6 +115,7 @@ def test_a_schema_reaches_the_decoding(run, fake, tmp_path, monkeypatch):
     assert fake.asked[0]["constraint"] == {"type": "object"}
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_pair_answers_in_a_schema_and_compares(run, tmp_path, monkeypatch, demo_home):
     monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))

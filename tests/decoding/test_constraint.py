@@ -326,6 +326,7 @@ def test_a_token_that_breaks_the_format_is_an_error(pair):
         guide.advance(pair.tokenizer.encode("x"))
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_pair_writes_json(demo_pair):
     constraint = json_constraint(demo_pair, SCHEMA)

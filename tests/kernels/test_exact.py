@@ -13,6 +13,7 @@ from mlx_lm.models.gated_delta import gated_delta_update
 from tiny import FAMILIES, tiny_target
 from tiny_families import family_target, unavailable
 
+from dflash_mlx.caches.tree_recurrence import convolutions
 from dflash_mlx.errors import UsageError
 from dflash_mlx.kernels import few_rows_linear
 from dflash_mlx.kernels.exact import model
@@ -20,7 +21,7 @@ from dflash_mlx.kernels.exact.attention import Blocks, attention_in
 from dflash_mlx.kernels.exact.blocks import SIZES, compare_sizes, in_blocks
 from dflash_mlx.kernels.exact.layers import KernelLinear, cancelling, compare_products
 from dflash_mlx.kernels.exact.model import differences, find_uses, make_exact
-from dflash_mlx.kernels.exact.recurrence import convolutions, exact_convolution
+from dflash_mlx.kernels.exact.recurrence import exact_convolution
 from dflash_mlx.kernels.rows_attention import layers, one_launch, passes
 from dflash_mlx.runtime import backend
 

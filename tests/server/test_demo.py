@@ -53,6 +53,7 @@ def test_chat_is_what_generate_says(client, truth, demo_pair):
     assert answer.dflash["answers"][0]["acceptance"]["rounds"] > 0
 
 
+@pytest.mark.slow
 def test_every_protocol_gives_the_same_text(server, client, truth):
     other = server.anthropic()
     message = other.messages.create(model="demo", max_tokens=24, messages=ASK)
@@ -101,7 +102,9 @@ def test_stop_seed_and_n(client, truth):
     assert second.choices[0].message.content == texts[1]
 
 
-@pytest.mark.parametrize(("form", "max_tokens"), [("json_object", 24), ("json_schema", 80)])
+@pytest.mark.parametrize(
+    ("form", "max_tokens"), [("json_object", 24), pytest.param("json_schema", 80, marks=pytest.mark.slow)]
+)
 def test_structured_output(client, form, max_tokens):
     described = {"type": form}
     if form == "json_schema":

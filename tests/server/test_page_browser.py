@@ -440,7 +440,14 @@ def test_what_goes_wrong_is_said_and_can_be_retried(visit):
         assert not browser.all(".state.error")
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (950, True), (390, False), (320, True)])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        (1280, False),
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in ((950, True), (390, False))],
+        (320, True),
+    ],
+)
 def test_nobody_is_left_out(visit, width, dark):
     """axe finds nothing serious, nothing is wider than the screen, and the keyboard reaches everything."""
     spec = importlib.util.find_spec("axe_core_python")

@@ -136,6 +136,7 @@ def test_options_of_the_export_need_no_second_training(trained, tmp_path, orderl
     assert plain.facts["draft_vocabulary"] is None
 
 
+@pytest.mark.slow
 def test_a_second_training_starts_from_the_first(trained, orderly_folder, tmp_path):
     """--init-from: before its first step it is as good as the drafter it came from."""
     options, before = trained

@@ -27,6 +27,9 @@ from dflash_mlx.training.selector import previous_tokens
 from dflash_mlx.training.store import ConversationStore
 from dflash_mlx.training.trainer import Trainer
 
+# DFlash 2's heads have quick tests in test_heads.py, and a whole training of a drafter has them in test_end_to_end.py.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trained(orderly_folder, tmp_path_factory):

@@ -113,6 +113,7 @@ def test_killed_in_each_stage_the_run_ends_the_same(target_folder, whole, tmp_pa
         assert result.facts["measured"][key] == expected["measured"][key]
 
 
+@pytest.mark.slow
 def test_what_a_kill_leaves_behind_is_not_mistaken_for_data(target_folder, whole, tmp_path):
     folder = tmp_path / "out" / "work" / "data"
     folder.mkdir(parents=True)
@@ -126,6 +127,7 @@ def test_what_a_kill_leaves_behind_is_not_mistaken_for_data(target_folder, whole
     assert not list((tmp_path / "out").rglob(".*.part.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["first", "last"])
 def test_a_deleted_shard_is_written_again(target_folder, whole, tmp_path, lost):
     out = tmp_path / "out"
@@ -167,6 +169,7 @@ def test_a_finished_run_is_not_measured_twice(target_folder, whole):
     assert (out / "work" / "measured.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_more_steps_continue_the_training(target_folder, whole, tmp_path):
     out = tmp_path / "out"
     run(TrainOptions(**values(target_folder, out, steps=5, measure=0)), quiet=True)
