@@ -144,7 +144,8 @@ def train_command(
     result = run(options)
     if result.stage == "done":
         typer.echo(str(result.out))
-        words = ("dflash-mlx", "chat", "--model", str(options.model), "--draft-model", str(result.out))
+        target = ("--pair", options.pair) if options.pair else ("--model", str(options.model))
+        words = ("dflash-mlx", "chat", *target, "--draft-model", str(result.out))
         note(f"try it: {shlex.join(words)}", copyable=True)
 
 

@@ -82,10 +82,25 @@ MLX_SETTINGS = {
 }
 
 
+_set_here: set[str] = set()
+
+
 def set_mlx_defaults() -> None:
     """Give MLX the settings that this project needs (`MLX_SETTINGS`). Has no effect once MLX is imported."""
     for name, value in MLX_SETTINGS.items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            os.environ[name] = value
+            _set_here.add(name)
+
+
+def keep_few_graphs() -> None:
+    """Let MLX keep as few compiled CUDA graphs as it does by itself, unless the user has said how many.
+
+    For work whose shapes hardly ever come again, such as training: what MLX keeps of freed arrays leaves little memory,
+    and on an H200 thousands of graphs found no room beside it. Has no effect once MLX has used a GPU.
+    """
+    if "MLX_CUDA_GRAPH_CACHE_SIZE" in _set_here:
+        os.environ.pop("MLX_CUDA_GRAPH_CACHE_SIZE", None)
 
 
 @cache

@@ -55,6 +55,7 @@ def quick_measuring() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "_SECONDS_A_WIDTH", 0.01)
         patch.setattr(costs, "_SECONDS_TO_SPEND", 0.5)
+        patch.setattr(costs, "_AGREEING", 1)
         yield
 
 

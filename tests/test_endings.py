@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from json_tokens import SCHEMA, json_pair
 from test_generation import both, letter, make_pair
-from tiny import ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
+from tiny import ScriptedDrafter, mostly_slow, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.answer import Answer
 from dflash_mlx.decoding.constraint import AtLeast, json_constraint
@@ -53,7 +53,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("options", CASES)
-@pytest.mark.parametrize("width", [1, 5, 7])
+@pytest.mark.parametrize("width", mostly_slow([1, 5, 7], 5))
 def test_ends_are_those_of_plain_decoding(options, width):
     """With drafts that are right without the ends, drafts that are right with them, and random ones."""
     params = SamplingParams(max_tokens=24, **options)

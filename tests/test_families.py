@@ -11,7 +11,7 @@ import random
 import mlx.core as mx
 import pytest
 from test_lossless import RandomWidth
-from tiny import LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
+from tiny import LAYERS, VOCAB, ScriptedDrafter, mostly_slow, plain_tokens, tiny_drafter
 from tiny_families import FAMILY_CONFIGS, OWN_EMBEDDINGS, WINDOW, family_target, unavailable
 
 from dflash_mlx.checks import check_pair
@@ -25,7 +25,11 @@ CHUNK, WIDTH = 16, 5
 RUN = {"strategy": Greedy(), "eos_ids": set()}
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILY_CONFIGS))
+# One of each kind of cache: windows, keys that layers share, recurrences of several sorts.
+QUICK = ("gemma3", "gemma4, shared keys", "kimi_linear", "lfm2", "llama", "mamba2", "qwen3_5")
+
+
+@pytest.fixture(scope="module", params=mostly_slow(sorted(FAMILY_CONFIGS), *QUICK))
 def target(request):
     if reason := unavailable(request.param):
         pytest.skip(reason)

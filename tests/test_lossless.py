@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache
-from tiny import FAMILIES, LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter, tiny_target
+from tiny import FAMILIES, LAYERS, VOCAB, ScriptedDrafter, mostly_slow, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding import decode as one_answer
 from dflash_mlx.decoding.accept import Coupled, Greedy
@@ -58,7 +58,7 @@ class RandomWidth:
         return None
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=mostly_slow(sorted(FAMILIES), "llama"))
 def target(request):
     return tiny_target(request.param)
 
@@ -96,7 +96,7 @@ def check_session(session, prompt, tokens):
     assert all(c.offset == len(session.tokens) for c in caches)
 
 
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3, 4))])
+@pytest.mark.parametrize("part", mostly_slow(range(5), 0, 1))
 def test_equals_plain_decoding(target, part, monkeypatch):
     monkeypatch.setattr(one_answer, "PREFILL_STEP", 16)
     rng = random.Random(part)

@@ -115,6 +115,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @few_or_many
 @pytest.mark.parametrize("case", [*(pytest.param(case, marks=pytest.mark.long) for case in (0, 1)), 2])
 def test_rejection_sampling_keeps_the_targets_distribution(target, drafter, case, runs):
@@ -128,6 +129,7 @@ def test_rejection_sampling_keeps_the_targets_distribution(target, drafter, case
     assert chi_square_p(counts, exact_joint(target, params), runs) > 1e-3
 
 
+@pytest.mark.slow
 @few_or_many
 def test_coupled_sampling_keeps_the_targets_distribution(target, drafter, runs):
     params = SamplingParams(temperature=1.0, top_p=0.95, seed=0)

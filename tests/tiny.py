@@ -44,6 +44,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SECOND: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
 
 
+def mostly_slow(values: Sequence[Any], *quick: Any) -> list[Any]:
+    """Parameters of a test, or tuples of them; all but the quick ones are left to CI."""
+    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [
+        pytest.param(*case, marks=() if value in quick else pytest.mark.slow)
+        for case, value in zip(cases, values, strict=True)
+    ]
+
+
 def tiny_target(family: str, *, seed: int = 0, **changes: Any) -> Target:
     """A random float32 model of a family, from its real mlx-lm class; `changes` go into its config."""
     config = {"model_type": family, **_COMMON, **FAMILIES[family], **changes}

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,22 @@ from dflash_mlx.policy.group import rising
 from dflash_mlx.policy.stored import fingerprint, read_json, store
 from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.policy.width import STEEP, FixedWidth, RoundCosts
+from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 12
+_SCHEMA = 13
 _PROMPT_TOKENS = 64
 # Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and as many as take `_SECONDS_A_WIDTH` when nothing
 # stalls; a GPU stalls at first, while it compiles.
-_WARM_UP_ROUNDS, _TIMED_ROUNDS, _MOST_ROUNDS = 3, 3, 40
+_TIMED_ROUNDS, _MOST_ROUNDS = 3, 40
 _SECONDS_A_WIDTH = 0.2
 # One round that takes this long is enough: other work changes it little.
 _LONG_ROUND = 0.5
-# A round this much slower than a wider one was disturbed.
+# A round this much slower than a wider one, or than in another turn, was disturbed.
 _DISTURBED = 1.25
-# Measuring stops after about this long; widths not reached are interpolated.
+# Everything is measured in turns, until so many have found the same, and in so many at the most.
+_AGREEING, _MOST_TURNS = 2, 4
+# A turn stops after about this long; widths not reached are interpolated.
 _SECONDS_TO_SPEND = 4.0
 
 
@@ -56,11 +60,13 @@ def load_or_measure(
         pass  # Not measured yet, or a file that cannot be used: measure.
     if report is not None:
         report("measuring this machine (once for this pair)", None)
-    costs = measure(target, drafter, block_size=block_size)
-    if not plausible(costs):
-        costs = least(costs, measure(target, drafter, block_size=block_size))
+    turns: list[PairCosts] = []
+    good = False
+    while not good and len(turns) < _MOST_TURNS:
+        turns.append(measure(target, drafter, block_size=block_size))
+        costs, good = settled(turns)
+    costs = _smoothed(costs)
     # What other work on the machine has spoilt serves for now, and is not remembered.
-    good, costs = plausible(costs), _smoothed(costs)
     if good:
         store(name, {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None})
     return costs
@@ -74,16 +80,32 @@ def stored_name(
     return f"round-costs/{fingerprint(folders, *settings)}"
 
 
-def least(first: PairCosts, second: PairCosts) -> PairCosts:
-    """The second measurement, with the lower figure for each round: other work, and compiling, only add time."""
+def settled(turns: Sequence[PairCosts]) -> tuple[PairCosts, bool]:
+    """The least figure of some turns for each round, and whether enough of them agree.
 
-    def lower(old: RoundCosts | None, new: RoundCosts | None) -> RoundCosts | None:
-        if old is None or new is None or old.steep != new.steep:
-            return new
-        known, seconds = old.round_seconds, new.round_seconds
-        return replace(new, round_seconds={width: min(s, known.get(width, s)) for width, s in seconds.items()})
+    Other work and compiling only add time. They may also have made a turn take width for costly, or trees for too slow,
+    so that it timed other rounds than most: such a turn does not count.
+    """
 
-    return PairCosts(lower(first.chains, second.chains) or second.chains, lower(first.trees, second.trees))
+    def kind(turn: PairCosts) -> tuple[bool, bool]:
+        return turn.chains.steep, turn.trees is not None
+
+    [(usual, _)] = Counter(map(kind, turns)).most_common(1)
+    alike = [turn for turn in turns if kind(turn) == usual]
+    chains, same = _least([turn.chains for turn in alike])
+    costs = PairCosts(chains)
+    if usual[1]:
+        costs.trees, same_trees = _least([turn.trees for turn in alike if turn.trees is not None])
+        same = same and same_trees
+    return costs, len(alike) >= _AGREEING and same and plausible(costs)
+
+
+def _least(turns: Sequence[RoundCosts]) -> tuple[RoundCosts, bool]:
+    """The least figure for each round, and whether another turn's was close to it, for each that has one."""
+    widths = dict.fromkeys(width for turn in turns for width in turn.round_seconds)
+    found = {width: sorted(t.round_seconds[width] for t in turns if width in t.round_seconds) for width in widths}
+    same = all(times[1] <= _DISTURBED * times[0] for times in found.values() if len(times) > 1)
+    return replace(turns[-1], round_seconds={width: times[0] for width, times in found.items()}), same
 
 
 def _smoothed(costs: PairCosts) -> PairCosts:
@@ -168,17 +190,18 @@ def _round_seconds(target: Target, drafter: Drafter, policy: FixedWidth) -> floa
     # The first step is the prompt's own.
     next(steps)
     last = time.perf_counter()
+    warm_up = 1 if backend().kind == "cpu" else 3
     for _, _ in zip(range(_MOST_ROUNDS), steps, strict=False):
         now = time.perf_counter()
         times.append(now - last)
         last = now
-        timed = times[_WARM_UP_ROUNDS:]
+        timed = times[warm_up:]
         if timed and min(timed) > _LONG_ROUND:
             break
         if len(timed) >= _TIMED_ROUNDS and len(timed) * min(timed) > _SECONDS_A_WIDTH:
             break
     steps.close()
-    return statistics.median(times[_WARM_UP_ROUNDS:])
+    return statistics.median(times[warm_up:])
 
 
 def _draft_seconds(target: Target, drafter: Drafter, width: int) -> float:

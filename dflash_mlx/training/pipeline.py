@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.runtime import backend
+from dflash_mlx.runtime import backend, keep_few_graphs
 from dflash_mlx.training.batches import usable
 from dflash_mlx.training.checkpoint import TrainState, budget_share, fresh_state, load_state
 from dflash_mlx.training.config import make_drafter
@@ -47,6 +47,7 @@ class TrainResult:
 def run(options: TrainOptions, *, quiet: bool = False) -> TrainResult:
     """Do what is left of the three stages. Run again with the same options to continue. Raises DFlashError."""
     deadline = None if options.stop_after_minutes is None else time.monotonic() + 60 * options.stop_after_minutes
+    keep_few_graphs()
     work = options.out / "work"
     others, begun = _other_files(options.out, work), work.exists()
     with locked(work):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from json_tokens import SCHEMA, fits_schema, json_pair
 from test_generation import make_pair
-from tiny import ScriptedDrafter, tiny_drafter
+from tiny import ScriptedDrafter, mostly_slow, tiny_drafter
 
 from dflash_mlx.decoding.constraint import json_constraint, limit, mask_rows
 from dflash_mlx.drafters.contract import Proposal
@@ -40,7 +40,7 @@ def plain_truth(pair, prompt, constraint, max_tokens):
     return tokens
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_slow(range(3), 0))
 def test_drafted_equals_plain_constrained_decoding(seed):
     """Random, hostile and nearly perfect drafters; every width; JSON objects and a schema."""
     rng = random.Random(seed)
@@ -84,7 +84,8 @@ def test_answers_are_what_the_schema_says(pair):
             assert isinstance(json.loads(answer.text), dict)
 
 
-@pytest.mark.parametrize("draft", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [True, False])
 def test_sampling_keeps_the_constrained_distribution(draft):
     """Without a seed, drafts that are off course are refused as speculative sampling wants it: the first token's
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from tiny import FAMILIES, ScriptedDrafter, ends_of_writes, plain_tokens, tiny_drafter, tiny_target
+from tiny import FAMILIES, ScriptedDrafter, ends_of_writes, mostly_slow, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding import batch as batches
 from dflash_mlx.decoding import decode as one_answer
@@ -54,7 +54,7 @@ def run(target, drafter, prompts, max_tokens, width):
     return list(steps.values())
 
 
-@pytest.mark.parametrize(("lanes", "replays"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("lanes", "replays"), mostly_slow([(1, False), (3, False), (3, True)], (1, False)))
 def test_rounds_are_launched_ahead_and_are_the_same_rounds(target, lanes, replays, monkeypatch, request):
     """Over more than one growth of the buffers, with drafts of which some are wrong."""
     request.addfinalizer(lambda: target.set_replays(False))

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from test_sampling import CASES, PROMPT, VOCAB, chi_square_p, exact_joint, sample
-from tiny import HIDDEN, SECOND, plain_tokens, read, tiny_drafter, tiny_target
+from tiny import HIDDEN, SECOND, mostly_slow, plain_tokens, read, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Coupled, DraftVocabulary, Greedy, Rejection
 from dflash_mlx.decoding.decode import decode
@@ -49,7 +49,7 @@ class Confident:
         return None
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "qwen3"], "llama"))
 @pytest.mark.parametrize(
     "changes",
     [
@@ -120,6 +120,7 @@ def pair():
     return target, tiny_drafter(block_size=4, taps=(0,), vocab_size=VOCAB, **one_layer, **SECOND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [RUNS // 4, pytest.param(RUNS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=pytest.mark.long) for case in range(1, len(CASES)))])
 def test_rejection_sampling_keeps_the_targets_distribution(pair, case, runs):

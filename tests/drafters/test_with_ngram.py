@@ -199,7 +199,8 @@ def test_a_drafter_goes_on_from_what_was_kept_of_the_texts_drafts(monkeypatch):
         assert tokens == expected
 
 
-@pytest.mark.parametrize("seeded", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("seeded", [False, True])
 def test_sampling_keeps_the_targets_distribution(seeded, monkeypatch):
     """Whether a round's drafts are the text's, which were not drawn, or the drafter's, which were."""
     rounds = {True: 0, False: 0}

@@ -5,7 +5,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from kernels.cuda_on_cpu import kernel_on_cpu, kernels_folder, needs_compiler
-from tiny import FAMILIES, SECOND, drafted_tokens, plain_tokens, tiny_drafter, tiny_target
+from tiny import FAMILIES, SECOND, drafted_tokens, mostly_slow, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.kernels import few_rows_linear
 from dflash_mlx.kernels.few_rows_linear import FewRowsLinear, fitting_layers, multiply, set_few_rows
@@ -128,7 +128,7 @@ def test_only_plain_layers_of_a_fitting_size_take_part(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", mostly_slow(sorted(FAMILIES), "qwen3"))
 @pytest.mark.parametrize("second", [False, True])
 def test_answers_stay_the_same(family, second, used):
     """Of tiny models of which both compute by the kernel; the truth is mlx-lm's plain decoding."""

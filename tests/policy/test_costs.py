@@ -98,17 +98,32 @@ def test_measured_once_then_remembered(trees, load, tmp_path, monkeypatch):
     assert load() == found
 
 
+@pytest.fixture
+def turns(monkeypatch):
+    """Have a measurement's turns find what is in this list, one after another."""
+    monkeypatch.setattr(costs, "_AGREEING", 2)
+    found = []
+    monkeypatch.setattr(costs, "measure", lambda *_, **__: found.pop(0))
+    return found
+
+
+DRAFT = {1: 0.2, 7: 0.2}
+
+
+def chains(*seconds, steep=False):
+    return RoundCosts(dict(zip((0, 1, 7), seconds, strict=True)), DRAFT, steep=steep)
+
+
 @pytest.mark.parametrize("trees", [True, False])
-def test_a_disturbed_measurement_is_repeated_and_not_remembered(trees, load, tmp_path, monkeypatch):
+def test_a_disturbed_measurement_is_repeated_and_not_remembered(trees, load, tmp_path, turns):
     """What serves for now never says that a wider round takes less time."""
-    rounds = {True: {0: 3.4, 1: 1.1, 7: 3.7}, False: {0: 1.0, 1: 1.1, 7: 2.0}}
+    rounds = {True: (3.4, 1.1, 3.7), False: (1.0, 1.1, 2.0)}
 
     def of(*disturbances):
-        return PairCosts(*[RoundCosts(rounds[kind], {1: 0.2, 7: 0.2}, steep=True) for kind in disturbances])
+        return PairCosts(*[chains(*rounds[disturbed], steep=True) for disturbed in disturbances])
 
     disturbed, good = of(False, True) if trees else of(True), of(False, False) if trees else of(False)
-    runs = [disturbed, disturbed, disturbed, good]
-    monkeypatch.setattr(costs, "measure", lambda *_, **__: runs.pop(0))
+    turns += [disturbed] * 4 + [good] * 2
     spoilt = load()
     for kind in (spoilt.chains, spoilt.trees) if trees else (spoilt.chains,):
         assert list(kind.round_seconds.values()) == sorted(kind.round_seconds.values())
@@ -117,29 +132,35 @@ def test_a_disturbed_measurement_is_repeated_and_not_remembered(trees, load, tmp
     assert len(stored(tmp_path)) == 1
 
 
-def test_of_two_measurements_the_lower_figures_count(load, monkeypatch):
+def test_of_turns_the_least_figures_count_and_two_have_to_agree(load, tmp_path, turns):
     """Other work and compiling only add time."""
-    draft = {1: 0.2, 7: 0.2}
-    runs = [
-        PairCosts(RoundCosts({0: 1.0, 1: 5.0, 7: 1.4}, draft, steep=False)),
-        PairCosts(RoundCosts({0: 1.1, 1: 1.2, 7: 3.0}, draft, steep=False)),
-    ]
-    monkeypatch.setattr(costs, "measure", lambda *_, **__: runs.pop(0))
+    turns += [PairCosts(chains(1.0, 5.0, 1.4)), PairCosts(chains(1.1, 1.2, 3.0)), PairCosts(chains(1.3, 1.4, 1.6))]
     assert load().chains.round_seconds == {0: 1.0, 1: 1.2, 7: 1.4}
+    assert not turns
+    assert stored(tmp_path)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_turn_that_was_disturbed_does_not_decide_what_is_timed(load, tmp_path, turns, last):
+    """It took width for costly, or trees for too slow, and so timed other rounds than the turns that agree."""
+    good = PairCosts(chains(1.0, 1.1, 1.2), chains(1.0, 1.3, 1.4))
+    steep, treeless = PairCosts(chains(1.0, 1.1, 1.9, steep=True), good.trees), PairCosts(chains(0.9, 1.0, 1.1))
+    turns += [good, steep, treeless, good] if last else [steep, good, good]
+    assert load() == good
+    assert not turns
+    assert stored(tmp_path)
 
 
 def test_a_measurement_is_of_the_pairs_own_block(load, monkeypatch):
-    good = PairCosts(RoundCosts({0: 1.0, 1: 1.1, 7: 1.2}, {1: 0.1}, steep=False))
     asked = []
-    disturbed = PairCosts(RoundCosts({0: 9.0, 1: 1.1, 7: 1.2}, {1: 0.1}, steep=False))
 
     def measure(target, drafter, *, block_size):
         asked.append(block_size)
-        return disturbed if len(asked) == 1 else good
+        return PairCosts(chains(1.0, 1.1, 1.2))
 
     monkeypatch.setattr(costs, "measure", measure)
-    assert load() == good
-    assert asked == [8, 8]
+    load()
+    assert asked == [8]
 
 
 def clock(monkeypatch, spans):
@@ -148,17 +169,18 @@ def clock(monkeypatch, spans):
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
 
 
+@pytest.mark.parametrize(("kind", "warm_up"), [("cpu", 1), ("metal", 3)])
 @pytest.mark.parametrize(
     ("seconds", "timed"),
     [
         (1.0, 1),  # very slow ones: one
         (0.4, 3),  # slow ones: three
         (0.0625, 4),  # quick ones: until a fifth of a second is full
-        (0.001, 37),  # and 40 rounds in all at the most
+        (0.001, 40),  # and 40 rounds in all at the most
     ],
 )
-def test_as_many_rounds_are_timed_as_are_telling(seconds, timed, monkeypatch):
-    """The first three are slower and do not count."""
+def test_as_many_rounds_are_timed_as_are_telling(seconds, timed, kind, warm_up, monkeypatch):
+    """The first ones are slower and do not count."""
     now, rounds = 0.0, 0
 
     def decode(*_, **__):
@@ -166,16 +188,17 @@ def test_as_many_rounds_are_timed_as_are_telling(seconds, timed, monkeypatch):
         yield "the prompt's own step"
         while True:
             rounds += 1
-            now += seconds if rounds > 3 else 100.0
+            now += seconds if rounds > warm_up else 100.0
             yield "a round"
 
     monkeypatch.setattr(costs, "decode", decode)
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(costs, "backend", lambda: SimpleNamespace(kind=kind))
     # Other tests measure for a shorter time.
     monkeypatch.setattr(costs, "_SECONDS_A_WIDTH", 0.2)
     found = costs._round_seconds(tiny_target("llama"), tiny_drafter(), costs.FixedWidth(3))
     assert found == pytest.approx(seconds)
-    assert rounds == 3 + timed
+    assert rounds == min(warm_up + timed, 40)
 
 
 def test_a_drafts_time_is_the_median_after_the_first(monkeypatch):

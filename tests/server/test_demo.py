@@ -10,7 +10,7 @@ from dflash_mlx.generation import generate
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.server.worker import Worker
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 ASK = [{"role": "user", "content": "Name three colours of the rainbow."}]
 SCHEMA = {
@@ -39,7 +39,6 @@ def client(server):
     return server.openai()
 
 
-@pytest.mark.slow
 def test_chat_is_what_generate_says(client, truth, demo_pair):
     answer = client.chat.completions.create(model="demo", messages=ASK, max_tokens=24, logprobs=True, top_logprobs=3)
     [choice] = answer.choices
@@ -53,7 +52,6 @@ def test_chat_is_what_generate_says(client, truth, demo_pair):
     assert answer.dflash["answers"][0]["acceptance"]["rounds"] > 0
 
 
-@pytest.mark.slow
 def test_every_protocol_gives_the_same_text(server, client, truth):
     other = server.anthropic()
     message = other.messages.create(model="demo", max_tokens=24, messages=ASK)
@@ -102,9 +100,7 @@ def test_stop_seed_and_n(client, truth):
     assert second.choices[0].message.content == texts[1]
 
 
-@pytest.mark.parametrize(
-    ("form", "max_tokens"), [("json_object", 24), pytest.param("json_schema", 80, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("form", "max_tokens"), [("json_object", 24), ("json_schema", 80)])
 def test_structured_output(client, form, max_tokens):
     described = {"type": form}
     if form == "json_schema":

@@ -11,7 +11,7 @@ from markdown_cases import DOCUMENTS, elements, expected, random_documents
 
 from dflash_mlx.server.security import Policy
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 ANSWER = "It is *blue*.\n\n```python\nprint(1)\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n"
 LONG = "word " * 400
@@ -444,7 +444,8 @@ def test_what_goes_wrong_is_said_and_can_be_retried(visit):
     ("width", "dark"),
     [
         (1280, False),
-        *[pytest.param(*case, marks=pytest.mark.slow) for case in ((950, True), (390, False))],
+        (950, True),
+        (390, False),
         (320, True),
     ],
 )

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from serving import answer, collect, job, random_tokens, tokens_of, wait_until
 from test_generation import make_pair
+from tiny import mostly_slow
 from tiny_families import family_target, unavailable
 
 from dflash_mlx.answer import Answer
@@ -30,7 +31,7 @@ def take(cache, pair, owner, prompt, draft=True):
 
 
 @pytest.mark.parametrize("draft", [True, False])
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", mostly_slow(range(3), 0))
 def test_cached_equals_uncached(serve, part, draft):
     """Random conversations, interleaved, edited, cut, sharing system prompts, with eviction: all as computed afresh."""
     rng = random.Random(part)

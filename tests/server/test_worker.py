@@ -34,6 +34,7 @@ from dflash_mlx.server.worker import (
 )
 
 
+@pytest.mark.slow
 def test_many_at_once_are_each_answered_as_alone(pair, serve):
     """200 tickets, drafted and plain, of several owners: the truth is `generate` for each alone."""
     rng = random.Random(1)

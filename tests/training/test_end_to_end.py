@@ -26,6 +26,7 @@ from dflash_mlx.training.progress import Progress
 from dflash_mlx.training.store import ConversationStore
 from dflash_mlx.training.trees import flat
 
+pytestmark = pytest.mark.slow
 MEASURED = {"measure": 4, "measure_tokens": 24}
 
 
@@ -136,7 +137,6 @@ def test_options_of_the_export_need_no_second_training(trained, tmp_path, orderl
     assert plain.facts["draft_vocabulary"] is None
 
 
-@pytest.mark.slow
 def test_a_second_training_starts_from_the_first(trained, orderly_folder, tmp_path):
     """--init-from: before its first step it is as good as the drafter it came from."""
     options, before = trained
