@@ -216,6 +216,7 @@ def test_loading_a_pair_reports_noise_and_goes_on(tmp_path, monkeypatch):
     assert (right.warnings, right.checks[-1]) == ([], "the drafter guesses 32 of 32 tokens of a short text")
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_drafter_is_not_reported_and_its_shuffled_weights_are(demo_pair):
     """Far on either side of where noise ends: the drafter is right in 18 places."""

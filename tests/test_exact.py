@@ -30,13 +30,13 @@ from dflash_mlx.targets.target import Target
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 FEW = [
     ("llama", "bfloat16"),
-    ("qwen2", "float16"),
     ("qwen3", "4-bit"),
-    ("gemma3", "bfloat16"),
-    ("qwen3_moe", "float32"),
     ("qwen3_5", "bfloat16"),
 ]
 MORE = [
+    ("qwen2", "float16"),
+    ("gemma3", "bfloat16"),
+    ("qwen3_moe", "float32"),
     ("llama", "4-bit"),
     ("llama", "float32"),
     ("llama, sliding", "bfloat16"),

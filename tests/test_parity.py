@@ -29,6 +29,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_lossless_loop_is_found_lossless() -> None:
     pair = make_pair()
     results = check_greedy(pair, PROMPTS, max_tokens=24)

@@ -155,6 +155,7 @@ def test_ctrl_c_ends_with_130_and_a_clean_line():
     assert err.decode().splitlines()[-1] == "stopped."
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_pair_answers_with_and_without_drafts(monkeypatch, demo_home, run):
     monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))

@@ -113,6 +113,7 @@ def test_what_cannot_be_attached_is_said(piped, tmp_path):
         read_prompt("hi", [tmp_path / "empty"])
 
 
+@pytest.mark.slow
 def test_the_command_with_every_kind_of_stdin(tmp_path):
     (tmp_path / "a.txt").write_text("abc")
     alone = len("user:hi\n")

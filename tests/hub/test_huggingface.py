@@ -312,6 +312,7 @@ def test_two_processes_at_once_share_one_download(tmp_path: Path) -> None:
         assert len(hub.gets(WEIGHTS)) == 1
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_there_is_never_a_broken_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(0)
     with fake_hub.serve() as hub:

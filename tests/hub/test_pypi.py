@@ -224,10 +224,9 @@ def start(source: ModelSource, *, stop_at: str = "never") -> subprocess.Popen[st
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["fetching", "unpacking", "converting"])
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGINT))]
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_killed_at_any_moment_then_run_again(shop: Shop, moment: str, number: int) -> None:
     process = start(shop.source, stop_at=moment)
     assert process.stdout is not None

@@ -10,7 +10,7 @@ from kernels.cuda_on_cpu import CudaKernel, needs_compiler
 from metal import emulator as metal
 from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
 from mlx_lm.models.gated_delta import gated_delta_update
-from tiny import FAMILIES, mostly_slow, tiny_target
+from tiny import FAMILIES, tiny_target
 from tiny_families import family_target, unavailable
 
 from dflash_mlx.caches.tree_recurrence import convolutions
@@ -138,8 +138,9 @@ def test_what_cannot_be_exact_is_named(family, name):
         find_uses(family_target(family))
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(("family", "kernels"), mostly_slow([("qwen3", 2), ("llama, sliding", 1)], ("qwen3", 2)))
+@pytest.mark.parametrize(("family", "kernels"), [("qwen3", 2), ("llama, sliding", 1)])
 def test_cuda_kernels_for_few_rows_compute_each_row_alike(family, kernels, monkeypatch, tmp_path):
     """They run on the CPU here. That for attention was not made for the heads of the second family."""
     made = []

@@ -21,6 +21,7 @@ def test_a_byte_level_vocabulary():
     check(byte_tokenizer())
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_pair(demo_pair):
     check(demo_pair.tokenizer)
