@@ -82,6 +82,7 @@ MLX_SETTINGS = {
 }
 
 
+# Those that the user had not set.
 _set_here: set[str] = set()
 
 

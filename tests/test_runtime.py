@@ -1,5 +1,6 @@
 """What is said about the machine, for machines that are not at hand, and the fast BLAS on this one."""
 
+import os
 import platform
 import re
 import subprocess
@@ -131,6 +132,18 @@ def test_products_go_through_openblas_unless_mlx_came_first():
         return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
     assert flops("import dflash_mlx") > 1.5 * flops("import mlx.core, dflash_mlx")
+
+
+@pytest.mark.parametrize("own", [None, "8000"])
+def test_few_graphs_are_kept_unless_the_user_has_said_how_many(own, monkeypatch):
+    monkeypatch.setattr(runtime, "_set_here", set())
+    monkeypatch.delenv("MLX_CUDA_GRAPH_CACHE_SIZE", raising=False)
+    if own is not None:
+        monkeypatch.setenv("MLX_CUDA_GRAPH_CACHE_SIZE", own)
+    runtime.set_mlx_defaults()
+    assert os.environ["MLX_CUDA_GRAPH_CACHE_SIZE"] == "8000"
+    runtime.keep_few_graphs()
+    assert os.environ.get("MLX_CUDA_GRAPH_CACHE_SIZE") == own
 
 
 def test_importing_the_package_imports_nothing_heavy():

@@ -38,6 +38,13 @@ def test_the_defaults_are_the_trainings(received, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(tmp_path)
 
 
+@pytest.mark.parametrize("target", [["--model", "a/b"], ["--pair", "demo"]])
+def test_the_command_to_try_it_names_the_target(received, tmp_path, capsys, target):
+    assert main(["train", *target, "--out", str(tmp_path)]) == 0
+    err = capsys.readouterr().err
+    assert " ".join(["dflash-mlx", "chat", *target, "--draft-model", str(tmp_path)]) in " ".join(err.split())
+
+
 def test_options_arrive_as_typed(received, tmp_path):
     file = tmp_path / "p.txt"
     file.write_text("x")
