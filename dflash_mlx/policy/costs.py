@@ -61,12 +61,12 @@ def load_or_measure(
     if report is not None:
         report("measuring this machine (once for this pair)", None)
     turns: list[PairCosts] = []
-    good = False
-    while not good and len(turns) < _MOST_TURNS:
+    while len(turns) < _MOST_TURNS and not agree(turns):
         turns.append(measure(target, drafter, block_size=block_size))
-        costs, good = settled(turns)
-    costs = _smoothed(costs)
+    usual = alike(turns)
+    costs = least(usual)
     # What other work on the machine has spoilt serves for now, and is not remembered.
+    good, costs = len(usual) >= _AGREEING and plausible(costs), _smoothed(costs)
     if good:
         store(name, {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None})
     return costs
@@ -80,32 +80,41 @@ def stored_name(
     return f"round-costs/{fingerprint(folders, *settings)}"
 
 
-def settled(turns: Sequence[PairCosts]) -> tuple[PairCosts, bool]:
-    """The least figure of some turns for each round, and whether enough of them agree.
+def alike(turns: Sequence[PairCosts]) -> list[PairCosts]:
+    """The turns that timed the same rounds as most did.
 
-    Other work and compiling only add time. They may also have made a turn take width for costly, or trees for too slow,
-    so that it timed other rounds than most: such a turn does not count.
+    Other work may have made the others take width for costly, or trees for too slow.
     """
 
     def kind(turn: PairCosts) -> tuple[bool, bool]:
         return turn.chains.steep, turn.trees is not None
 
-    [(usual, _)] = Counter(map(kind, turns)).most_common(1)
-    alike = [turn for turn in turns if kind(turn) == usual]
-    chains, same = _least([turn.chains for turn in alike])
-    costs = PairCosts(chains)
-    if usual[1]:
-        costs.trees, same_trees = _least([turn.trees for turn in alike if turn.trees is not None])
-        same = same and same_trees
-    return costs, len(alike) >= _AGREEING and same and plausible(costs)
+    usual = Counter(map(kind, turns)).most_common(1)
+    return [turn for turn in turns if kind(turn) == usual[0][0]]
 
 
-def _least(turns: Sequence[RoundCosts]) -> tuple[RoundCosts, bool]:
-    """The least figure for each round, and whether another turn's was close to it, for each that has one."""
-    widths = dict.fromkeys(width for turn in turns for width in turn.round_seconds)
-    found = {width: sorted(t.round_seconds[width] for t in turns if width in t.round_seconds) for width in widths}
-    same = all(times[1] <= _DISTURBED * times[0] for times in found.values() if len(times) > 1)
-    return replace(turns[-1], round_seconds={width: times[0] for width, times in found.items()}), same
+def agree(turns: Sequence[PairCosts]) -> bool:
+    """Whether enough turns timed the same rounds, and found for each round about the least time twice."""
+    usual = alike(turns)
+    tables = _times([turn.chains for turn in usual]), _times([turn.trees for turn in usual if turn.trees is not None])
+    close = all(times[1] <= _DISTURBED * times[0] for table in tables for times in table.values() if len(times) > 1)
+    return len(usual) >= _AGREEING and close and plausible(least(usual))
+
+
+def least(turns: Sequence[PairCosts]) -> PairCosts:
+    """The least time of each round in turns that timed the same ones: other work and compiling only add time."""
+
+    def lowest(kinds: list[RoundCosts]) -> RoundCosts:
+        return replace(kinds[-1], round_seconds={width: times[0] for width, times in _times(kinds).items()})
+
+    trees = [turn.trees for turn in turns if turn.trees is not None]
+    return PairCosts(lowest([turn.chains for turn in turns]), lowest(trees) if trees else None)
+
+
+def _times(kinds: Sequence[RoundCosts]) -> dict[int, list[float]]:
+    """What some turns found for each width, the least time first."""
+    widths = dict.fromkeys(width for kind in kinds for width in kind.round_seconds)
+    return {width: sorted(k.round_seconds[width] for k in kinds if width in k.round_seconds) for width in widths}
 
 
 def _smoothed(costs: PairCosts) -> PairCosts:
@@ -137,11 +146,11 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     further.
     """
     ends_at = time.perf_counter() + _SECONDS_TO_SPEND
-    places = block_size - 1
+    places, session = block_size - 1, Session(target, drafter)
 
     def timed(width: int, *, tree: bool = False, waits: bool = False) -> float:
         policy = FixedWidth(width, places=places if tree else 0, waits=waits)
-        return _round_seconds(target, drafter, policy)
+        return _round_seconds(session, policy)
 
     chains = {width: timed(width) for width in {1, places}}
     steep = chains[places] > STEEP * chains[1]
@@ -174,9 +183,10 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     )
 
 
-def _round_seconds(target: Target, drafter: Drafter, policy: FixedWidth) -> float:
-    session = Session(target, drafter)
-    prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
+def _round_seconds(session: Session, policy: FixedWidth) -> float:
+    """A round after a prompt, which the session may hold already."""
+    session.rewind(_PROMPT_TOKENS - 1)
+    prompt = [i % session.target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
     times: list[float] = []
     steps = decode(
         session,

@@ -214,6 +214,7 @@ def test_a_file_goes_with_the_next_turn(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.usefixtures("demo_pair")
 def test_the_demo_pair_remembers_the_conversation(monkeypatch, demo_home):
     monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))
     running = subprocess.run(

@@ -117,6 +117,7 @@ def test_a_schema_reaches_the_decoding(run, fake, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.usefixtures("demo_pair")
 def test_the_demo_pair_answers_in_a_schema_and_compares(run, tmp_path, monkeypatch, demo_home):
     monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))
     schema = {"type": "object", "properties": {"age": {"enum": [7, 8]}}, "required": ["age"]}

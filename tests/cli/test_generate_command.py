@@ -157,6 +157,7 @@ def test_ctrl_c_ends_with_130_and_a_clean_line():
 
 @pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.usefixtures("demo_pair")
 def test_the_demo_pair_answers_with_and_without_drafts(monkeypatch, demo_home, run):
     monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))
     answers = []

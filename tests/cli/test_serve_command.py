@@ -44,6 +44,7 @@ def test_a_port_in_use_is_one_line(run, fake):
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("demo_pair")
 def test_it_serves_until_it_is_told_to_stop(number, tmp_path, monkeypatch, demo_home):
     monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))
     command = [sys.executable, "-m", "dflash_mlx.cli.app", "serve", "--pair", "demo", "--port", "0", "--access-log"]

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from tiny import tiny_drafter, tiny_target
 
+from dflash_mlx.decoding.session import Session
 from dflash_mlx.policy import costs
 from dflash_mlx.policy.trees_or_chains import PairCosts
 from dflash_mlx.policy.width import RoundCosts
@@ -33,7 +34,7 @@ def machine(monkeypatch):
     def measure(seconds, *, trees=True):
         target = tiny_target("llama")
         monkeypatch.setattr(target, "_trees", trees)
-        monkeypatch.setattr(costs, "_round_seconds", lambda target, drafter, policy: seconds(policy))
+        monkeypatch.setattr(costs, "_round_seconds", lambda session, policy: seconds(policy))
         return costs.measure(target, tiny_drafter(), block_size=8)
 
     return measure
@@ -140,6 +141,14 @@ def test_of_turns_the_least_figures_count_and_two_have_to_agree(load, tmp_path, 
     assert stored(tmp_path)
 
 
+def test_after_the_most_turns_what_nothing_contradicts_is_remembered(load, tmp_path, turns):
+    """A machine that is never quiet would measure at each start."""
+    turns += [PairCosts(chains(1.0 * 1.5**i, 1.1 * 1.5**i, 1.2 * 1.5**i)) for i in range(4)]
+    assert load().chains.round_seconds == {0: 1.0, 1: 1.1, 7: 1.2}
+    assert not turns
+    assert stored(tmp_path)
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_a_turn_that_was_disturbed_does_not_decide_what_is_timed(load, tmp_path, turns, last):
     """It took width for costly, or trees for too slow, and so timed other rounds than the turns that agree."""
@@ -196,7 +205,7 @@ def test_as_many_rounds_are_timed_as_are_telling(seconds, timed, kind, warm_up, 
     monkeypatch.setattr(costs, "backend", lambda: SimpleNamespace(kind=kind))
     # Other tests measure for a shorter time.
     monkeypatch.setattr(costs, "_SECONDS_A_WIDTH", 0.2)
-    found = costs._round_seconds(tiny_target("llama"), tiny_drafter(), costs.FixedWidth(3))
+    found = costs._round_seconds(Session(tiny_target("llama"), tiny_drafter()), costs.FixedWidth(3))
     assert found == pytest.approx(seconds)
     assert rounds == min(warm_up + timed, 40)
 
