@@ -24,7 +24,7 @@ from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams, best_columns, sampling_scores
 
 VOCAB, PROMPT = 5, [1, 4, 2]
-FEW, MANY = 750, 3000  # answers of a test; the few notice a gross error, and take a quarter of the time
+FEW, MANY = 1000, 3000  # answers of a test; the few notice a gross error, and take a third of the time
 few_or_many = pytest.mark.parametrize(
     "runs", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few answers", "many answers"]
 )

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny import VOCAB, plain_tokens, tiny_target
+from tiny import VOCAB, mostly_slow, plain_tokens, tiny_target
 from tiny_families import family_target
 
 from dflash_mlx.training.store import CUT, LOOPED
@@ -26,9 +26,7 @@ def plan(rows, *, greedy=True, user_follows=True, scripts=None):
     return Plan(scripts, user_follows, np.zeros(rows) if greedy else np.full(rows, 0.9))
 
 
-@pytest.fixture(
-    scope="module", params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "gemma3"))]
-)
+@pytest.fixture(scope="module", params=mostly_slow(["llama", "qwen2", "gemma3"], "llama"))
 def target(request):
     """gemma3 has sliding windows of 8 tokens, which these conversations outgrow."""
     return family_target("gemma3") if request.param == "gemma3" else tiny_target(request.param)
