@@ -19,9 +19,9 @@ from dflash_mlx.wired import wired
 
 # What a turn brings to an answer: tokens, an error that ends it, or (done, total) of its prompt.
 News = GenerationResponse | Exception | tuple[int, int]
-# Reading prompts may take this many times as long as a round, while answers are running: their tokens then come at most
-# this much later.
-_READING = 1.0
+# While answers are running, reading prompts may take as long as a round, and up to this many times as long where more
+# answers wait to begin than are running: a pass over few tokens takes nearly as long as one over many.
+_MOST_READING = 2.0
 _SMALLEST_CHUNK = 8
 # On CUDA, where the GPU waits for the computer, so many tokens take hardly longer than one.
 _SMALLEST_CHUNK_ON_CUDA = 256
@@ -126,10 +126,10 @@ class Answering:
         news: list[tuple[Answer, News]] = []
         if self._waits_for_more():
             return news
-        ends_at = time.perf_counter() + _READING * self._round_seconds
-        running, turns = bool(self._lanes), len(self._reading)
+        running, turns, seconds = bool(self._lanes), len(self._reading), self._reading_seconds
+        ends_at = time.perf_counter() + seconds
         while turns > 0 and not (running and news and time.perf_counter() >= ends_at):
-            chunk = self._chunk() if running else PREFILL_STEP
+            chunk = self._chunk(seconds) if running else PREFILL_STEP
             answers = self._next_to_read(turns, chunk)
             turns -= len(answers)
             before, started = sum(answer.unread for answer in answers), time.perf_counter()
@@ -223,11 +223,17 @@ class Answering:
         self._engine_for(answer).join(lane)
         self._lanes[lane] = answer
 
-    def _chunk(self) -> int:
-        """Tokens of prompts to read at once while answers are running."""
+    @property
+    def _reading_seconds(self) -> float:
+        """How long running answers may wait in a turn for prompts to be read."""
+        waiting = len(self._reading) / max(len(self._lanes), 1)
+        return min(max(waiting, 1.0), _MOST_READING) * self._round_seconds
+
+    def _chunk(self, seconds: float) -> int:
+        """Tokens of prompts to read at once while answers are running, in about that time."""
         if not self._times.known:
             return PREFILL_STEP
-        return self._times.tokens_in(_READING * self._round_seconds, least=self._least_chunk, most=PREFILL_STEP)
+        return self._times.tokens_in(seconds, least=self._least_chunk, most=PREFILL_STEP)
 
     @property
     def _least_chunk(self) -> int:

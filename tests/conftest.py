@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.loading import load_pair
 from dflash_mlx.pair import ModelPair
-from dflash_mlx.policy import costs
+from dflash_mlx.policy import costs, group_costs
 from dflash_mlx.runtime import backend
 
 
@@ -56,6 +56,8 @@ def quick_measuring() -> Iterator[None]:
         patch.setattr(costs, "_SECONDS_A_WIDTH", 0.01)
         patch.setattr(costs, "_SECONDS_TO_SPEND", 0.5)
         patch.setattr(costs, "_AGREEING", 1)
+        patch.setattr(group_costs, "_SECONDS_A_POINT", 0.01)
+        patch.setattr(group_costs, "_SECONDS_TO_SPEND", 0.5)
         yield
 
 

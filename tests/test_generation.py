@@ -377,6 +377,17 @@ def test_prompts_are_read_at_once_where_the_gpu_waits_for_the_computer(kind, rep
     assert found == plain_tokens(pair.target, prompt, 20, {0})
 
 
+@pytest.mark.parametrize(
+    ("running", "waiting", "rounds"), [(0, 3, 2.0), (1, 1, 1.0), (4, 1, 1.0), (4, 6, 1.5), (2, 9, 2.0)]
+)
+def test_more_is_read_between_rounds_where_many_wait_to_begin(running, waiting, rounds):
+    answering = Answering(make_pair(), draft=False, most_lanes=16)
+    answering._round_seconds = 0.1
+    answering._lanes = dict.fromkeys(range(running))
+    answering._reading.extend([None] * waiting)
+    assert answering._reading_seconds == pytest.approx(0.1 * rounds)
+
+
 def test_a_prompt_does_not_wait_while_places_are_free(monkeypatch):
     pair = make_pair()
     monkeypatch.setattr(ReadingTimes, "observe", lambda self, tokens, seconds, *, whole: setattr(self, "shared", 1e6))

@@ -13,6 +13,7 @@ import mlx.core as mx
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.engine import can_branch
+from dflash_mlx.decoding.fork import fork
 from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import propose
@@ -146,7 +147,8 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     further.
     """
     ends_at = time.perf_counter() + _SECONDS_TO_SPEND
-    places, session = block_size - 1, Session(target, drafter)
+    places, session, read = block_size - 1, Session(target, drafter), Session(target, drafter)
+    read.feed([0] * _PROMPT_TOKENS)
 
     def timed(width: int, *, tree: bool = False, waits: bool = False) -> float:
         policy = FixedWidth(width, places=places if tree else 0, waits=waits)
@@ -172,7 +174,7 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
         if len(drafts) >= 3 and time.perf_counter() > ends_at:
             break
         if 0 < width <= places:
-            drafts[width] = _draft_seconds(target, drafter, width)
+            drafts[width] = _draft_seconds(read, width)
             if width not in chains and not (steep and trees):
                 chains[width] = timed(width, waits=steep)
         if trees and width not in trees and (width <= places or width in wide):
@@ -214,11 +216,11 @@ def _round_seconds(session: Session, policy: FixedWidth) -> float:
     return statistics.median(times[warm_up:])
 
 
-def _draft_seconds(target: Target, drafter: Drafter, width: int) -> float:
-    """A draft with its candidates, alone; less than the difference between two rounds, which overlap."""
-    session = Session(target, drafter)
-    session.feed([0] * _PROMPT_TOKENS)
-    state = drafter.open(target, session.draft_cache, _PROMPT_TOKENS)
+def _draft_seconds(read: Session, width: int) -> float:
+    """A draft with its candidates after what was `read`, alone; less than the difference between two rounds, which
+    overlap."""
+    assert read.drafter is not None
+    state = read.drafter.open(read.target, fork(read, _PROMPT_TOKENS).draft_cache, _PROMPT_TOKENS)
     at, anchors = mx.array([_PROMPT_TOKENS]), mx.array([0])
     times = []
     for _ in range(1 + _TIMED_ROUNDS):

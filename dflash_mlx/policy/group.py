@@ -51,13 +51,15 @@ class GroupCosts:
     """Seconds of the parts of a shared round, measured at some numbers and interpolated between.
 
     plain: a round without drafts, by lanes. verify: a pass of the target and its judgement, by rows of all lanes
-    together. draft: a pass of the drafter, by rows. `observe` follows slow changes, and learns where rounds of a width
-    take longer than other rounds of as many rows.
+    together. draft: a pass of the drafter, by rows. more_lanes: by lanes, what a round with drafts takes beyond those
+    parts, which were measured with as few lanes as have so many rows. `observe` follows slow changes, and learns where
+    rounds of a width take longer than other rounds of as many rows.
     """
 
     plain: Mapping[int, float]
     verify: Mapping[int, float]
     draft: Mapping[int, float]
+    more_lanes: Mapping[int, float] = field(default_factory=lambda: {2: 0.0})
     # What rounds took, times what was measured: of those without drafts and with, and of single widths.
     _drift: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
     _own_drift: dict[int, float] = field(default_factory=dict)
@@ -66,10 +68,10 @@ class GroupCosts:
         """A round of this many lanes that verifies `width` drafts of `drafted` places each (as many, when None)."""
         drafted = width if drafted is None else drafted
         drafting = interpolate(self.draft, lanes * (drafted + 1)) if drafted else 0.0
-        rows = lanes * (width + 1)
-        passed = interpolate(self.verify, rows) if width else interpolate(self.plain, lanes)
-        own = self._own_drift.get(width, 1.0) if width else 1.0
-        return (passed + drafting) * self._drift[drafted > 0] * own
+        if width == 0:
+            return (interpolate(self.plain, lanes) + drafting) * self._drift[drafted > 0]
+        passed = interpolate(self.verify, lanes * (width + 1)) + interpolate(self.more_lanes, lanes)
+        return (passed + drafting) * self._drift[True] * self._own_drift.get(width, 1.0)
 
     def observe(self, seconds: float, lanes: int, width: int, drafted: int) -> None:
         """Follow slow changes (a warm machine, longer contexts); a single outlier counts little."""
@@ -86,10 +88,11 @@ class GroupCosts:
 
 
 def interpolate(table: Mapping[int, float], at: int) -> float:
-    """Piecewise linear; beyond the last number it goes on in proportion, before the first it stays."""
+    """Piecewise linear; beyond the last number it goes on as between the last two, before the first it stays."""
     known = sorted(table)
-    if at > known[-1]:
-        return table[known[-1]] * at / known[-1]
+    if at > known[-1] and len(known) > 1:
+        before, last = known[-2:]
+        return table[last] + (table[last] - table[before]) * (at - last) / (last - before)
     return float(np.interp(at, known, [table[number] for number in known]))
 
 
@@ -178,7 +181,7 @@ class GroupWidth:
                 self._promised = FADE * self._promised + self._expected
         self._expected = 0.0
         seconds = self.costs.round(report.rows, report.width, drafted=report.drafted)
-        self.pauses.observe(mean + 1, seconds, self.costs.round(report.rows, 0))
+        self.pauses.observe(mean + 1, seconds, self.costs.round(report.rows, 0), lanes=len(kept))
 
     def _rests(self) -> bool:
         """Whether the next round is one of those without drafting that were decided on before."""

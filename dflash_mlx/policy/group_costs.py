@@ -11,6 +11,7 @@ import mlx.core as mx
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.batch import Batch
 from dflash_mlx.decoding.engine import Engine
+from dflash_mlx.decoding.fork import fork
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
@@ -21,13 +22,16 @@ from dflash_mlx.policy.stored import fingerprint, read_stored, store
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 3
+_SCHEMA = 4
+_TABLES = "plain", "verify", "draft", "more_lanes"
 _PROMPT_TOKENS = 64
 _WARM_UP, _TIMED, _SECONDS_A_POINT = 1, 5, 0.25
 # A draft that is waited for takes longer than its share of a round, of which it is taken to be this much at most.
 _MOST_DRAFTING = 0.5
 # Where a pass of single rows takes this long, measuring stops after about this many seconds; the rest is interpolated.
 _SLOW, _SECONDS_TO_SPEND = 0.03, 10.0
+# Twice as many lanes whose round takes this many times as long gain next to nothing.
+_NO_GAIN = 1.8
 # Rows of each lane that are tried: an anchor and its drafts.
 _ROWS = (2, 4, 8, 16)
 
@@ -45,26 +49,34 @@ def load_or_measure_group(
     """The costs of shared rounds, from disk when this pair was measured on this machine before."""
     settings = _SCHEMA, drafter.method, places, most_lanes, dtype, *target.ways
     name = f"group-costs/{fingerprint(folders, *settings)}"
-    tables = read_stored(name, ("plain", "verify", "draft"))
+    tables = read_stored(name, _TABLES)
     if tables is None:
         if report is not None:
             report("measuring this machine with several answers at once (once for this pair)", None)
         costs = measure_group(target, drafter, places=places, most_lanes=most_lanes)
-        tables = {"plain": dict(costs.plain), "verify": dict(costs.verify), "draft": dict(costs.draft)}
+        tables = {table: dict(getattr(costs, table)) for table in _TABLES}
         store(name, tables)
-    return GroupCosts(tables["plain"], tables["verify"], tables["draft"])
+    plain, verify, draft, more_lanes = (tables[table] for table in _TABLES)
+    return GroupCosts(plain, verify, draft, more_lanes)
 
 
 def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: int) -> GroupCosts:
-    """Time rounds of 2, 4, 8, ... lanes the way they will run, queued one after another, and drafts alone."""
+    """Time rounds of 2, 4, 8, ... lanes the way they will run, queued one after another, and drafts alone.
+
+    When that has taken long enough, only rounds without drafts are timed further, as long as more lanes gain by them.
+    """
     started = time.perf_counter()
     plain: dict[int, float] = {}
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
+    more_lanes: dict[int, float] = {}
     widths = [rows - 1 for rows in _ROWS if rows <= places + 1]
+    prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
+    read = Session(target, drafter)
+    read.feed(prompt[:-1])
     lanes = 2
     while lanes <= most_lanes:
-        batch = _batch_of(target, drafter, lanes)
+        batch = _batch_of(read, prompt, lanes)
         drafts = {width: _seconds(partial(_draft, batch, width)) for width in widths}
         policy = FixedGroup(0)
         engine = Engine(target, drafter, policy=policy)
@@ -72,39 +84,44 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
         plain[lanes] = _round_seconds(engine, policy, 0)
         for width in widths:
             rows = lanes * (width + 1)
-            if rows not in verify:
+            # The narrowest one shows what as many rows of more lanes take longer.
+            if rows not in verify or lanes not in more_lanes:
                 seconds = _round_seconds(engine, policy, width)
-                draft[rows] = min(drafts[width], _MOST_DRAFTING * seconds)
-                verify[rows] = seconds - draft[rows]
+                if lanes not in more_lanes:
+                    more_lanes[lanes] = max(0.0, seconds - verify[rows] - draft[rows]) if rows in verify else 0.0
+                if rows not in verify:
+                    draft[rows] = min(drafts[width], _MOST_DRAFTING * seconds)
+                    verify[rows] = max(0.0, seconds - draft[rows] - more_lanes[lanes])
             # Not even if every draft were kept would a wider round be worth it.
-            if verify[rows] > (width + 1) * plain[lanes]:
+            if verify[rows] + more_lanes[lanes] > (width + 1) * plain[lanes]:
                 break
         for lane in engine.lanes:
             engine.leave(lane)
         # A GPU compiles at first, which is no reason to stop; slow passes are.
         if plain[lanes] > _SLOW and time.perf_counter() - started > _SECONDS_TO_SPEND:
-            break
+            if not widths and plain[lanes] > _NO_GAIN * plain[lanes // 2]:
+                break
+            widths = []
         lanes *= 2
-    return GroupCosts(rising(plain), rising(verify), rising(draft))
+    return GroupCosts(rising(plain), rising(verify), rising(draft), rising(more_lanes))
 
 
-def _batch_of(target: Target, drafter: Drafter, lanes: int) -> Batch:
-    prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
-    batch = Batch(target, drafter)
+def _batch_of(read: Session, prompt: list[int], lanes: int) -> Batch:
+    """So many lanes that answer the prompt, which was `read` but for its last token."""
+    assert read.drafter is not None
+    batch = Batch(read.target, read.drafter)
     arriving = []
     for _ in range(lanes):
-        session = Session(target, drafter)
-        session.feed(prompt[:-1])
         # More tokens than all rounds can gain.
         lane = Lane(
-            session=session,
+            session=fork(read, len(read.tokens)),
             prompt=prompt,
             strategy=Greedy(),
             policy=FixedWidth(0),
             max_tokens=_PROMPT_TOKENS * (_WARM_UP + _TIMED) * sum(_ROWS),
             eos_ids=set(),
         )
-        arriving.append(Batch.of(lane, drafter))
+        arriving.append(Batch.of(lane, read.drafter))
     batch.arrange(arriving)
     return batch
 

@@ -53,14 +53,17 @@ class Pauses:
         """Tokens a second of recent drafted rounds; 0 before the first."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
-    def observe(self, tokens: float, seconds: float, plain: float) -> None:
-        """A drafted round gained `tokens` in `seconds`; a plain step takes `plain` seconds."""
+    def observe(self, tokens: float, seconds: float, plain: float, *, lanes: int = 1) -> None:
+        """A drafted round gained `tokens` in `seconds`; a plain step takes `plain` seconds.
+
+        lanes: of so many the tokens are the mean. It varies less than those of one, so less may be lost, too.
+        """
         self._rounds = _FADE * self._rounds + 1
         self._tokens = _FADE * self._tokens + tokens
         self._squares = _FADE * self._squares + tokens**2
         self._seconds = _FADE * self._seconds + seconds
         self._loss = max(0.0, self._loss + seconds / plain - tokens)
-        if self._loss > self.patience.limit and self._fastest() * plain < 1.0:
+        if self._loss > self.patience.limit / lanes**0.5 and self._fastest(lanes) * plain < 1.0:
             self._pause(plain)
         elif self._rounds > 5 and self.speed * plain > 1.2:
             self._length, self.patience.failed = _FIRST_PAUSE, False
@@ -83,9 +86,9 @@ class Pauses:
             return True
         return False
 
-    def _fastest(self) -> float:
+    def _fastest(self, lanes: int) -> float:
         """Tokens a second, were the recent rounds as unlucky as may be."""
         mean = self._tokens / self._rounds
         spread = max(self._squares - self._rounds * mean**2, 0.0)
-        variance = (spread + _VARIANCE_WEIGHT * _VARIANCE) / (self._rounds + _VARIANCE_WEIGHT)
+        variance = (spread + _VARIANCE_WEIGHT * _VARIANCE / lanes) / (self._rounds + _VARIANCE_WEIGHT)
         return (self._tokens + self.patience.errors * (self._rounds * variance) ** 0.5) / self._seconds

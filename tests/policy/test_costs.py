@@ -212,4 +212,6 @@ def test_as_many_rounds_are_timed_as_are_telling(seconds, timed, kind, warm_up, 
 
 def test_a_drafts_time_is_the_median_after_the_first(monkeypatch):
     clock(monkeypatch, [50.0, 1.0, 4.0, 2.0])
-    assert costs._draft_seconds(tiny_target("llama"), tiny_drafter(), 3) == 2.0
+    session = Session(tiny_target("llama"), tiny_drafter())
+    session.feed([0] * 64)
+    assert costs._draft_seconds(session, 3) == 2.0

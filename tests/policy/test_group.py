@@ -71,9 +71,10 @@ def run(policy, costs, text, lanes, rounds, *, seed=0):
 def test_tables_are_interpolated():
     table = {2: 1.0, 4: 2.0, 8: 2.0}
     assert [interpolate(table, at) for at in (1, 2, 3, 4, 6, 8)] == [1.0, 1.0, 1.5, 2.0, 2.0, 2.0]
-    # Beyond the last number in proportion.
-    assert interpolate(table, 16) == 4.0
-    assert interpolate({4: 3.0}, 2) == 3.0
+    # Beyond the last number as between the last two: in proportion the part that does not grow would grow, too.
+    assert interpolate(table, 16) == 2.0
+    assert interpolate({2: 1.0, 4: 1.5}, 8) == 2.5
+    assert [interpolate({4: 3.0}, at) for at in (2, 8)] == [3.0, 3.0]
 
 
 def test_no_measurement_stays_above_one_of_more_rows():

@@ -13,15 +13,18 @@ def test_every_number_of_lanes_is_timed(monkeypatch):
     assert costs.plain.keys() == {2, 4}
     assert {4, 8} <= costs.verify.keys() == costs.draft.keys() <= {4, 8, 16, 32}
     assert all(seconds > 0 for table in (costs.plain, costs.verify, costs.draft) for seconds in table.values())
+    assert costs.more_lanes.keys() == {2, 4}
+    assert min(costs.more_lanes.values()) == costs.more_lanes[2] == 0
 
 
-@pytest.mark.parametrize(("a_row", "rows"), [(0.01, {4, 8, 16, 32}), (0.5, {4, 8, 16}), (2.0, {4, 8})])
-def test_a_round_is_a_pass_and_a_draft(a_row, rows, monkeypatch):
+@pytest.mark.parametrize("a_lane", [0.0, 0.1])
+@pytest.mark.parametrize(("a_row", "rows"), [(0.01, {4, 8, 16, 32}), (0.2, {4, 8, 16}), (2.0, {4, 8})])
+def test_a_round_is_a_pass_and_a_draft_and_what_more_lanes_take(a_row, rows, a_lane, monkeypatch):
     """Wider rounds are not timed where they could not pay even if every draft were kept."""
     timed = []
 
     def taken(lanes, width):
-        return 1.0 + a_row * lanes * width + (0.3 if width else 0.0)
+        return 1.0 + (a_row * lanes * (width + 1) + a_lane * (lanes - 2) + 0.3 if width else 0.0)
 
     def round_seconds(engine, policy, width):
         timed.append((len(engine.lanes), width))
@@ -34,3 +37,20 @@ def test_a_round_is_a_pass_and_a_draft(a_row, rows, monkeypatch):
     for lanes, width in timed:
         assert costs.round(lanes, width) == pytest.approx(taken(lanes, width))
     assert costs.plain == {2: 1.0, 4: 1.0}
+    # Rounds of 8 rows that only four lanes have made tell nothing of the lanes.
+    assert costs.more_lanes == {2: 0.0, 4: pytest.approx(2 * a_lane if (2, 3) in timed else 0.0)}
+
+
+def test_when_time_is_up_it_is_still_found_out_how_many_lanes_gain(monkeypatch):
+    plain = {2: 1.0, 4: 1.2, 8: 1.5, 16: 2.9, 32: 5.8}
+    timed = []
+
+    def round_seconds(engine, policy, width):
+        timed.append((len(engine.lanes), width))
+        return 2.0 if width else plain[len(engine.lanes)]
+
+    monkeypatch.setattr(group_costs, "_round_seconds", round_seconds)
+    monkeypatch.setattr(group_costs, "_SECONDS_TO_SPEND", 0.0)
+    costs = measure_group(tiny_target("llama"), tiny_drafter(), places=3, most_lanes=32)
+    assert costs.plain == {2: 1.0, 4: 1.2, 8: 1.5, 16: 2.9}
+    assert timed == [(2, 0), (2, 1), (2, 3), (4, 0), (8, 0), (16, 0)]

@@ -69,6 +69,17 @@ def test_six_rounds_that_gain_a_fifth_make_the_next_pause_a_first_one(good, next
 
 
 @PLAIN
+@pytest.mark.parametrize(("lanes", "rounds"), [(1, 17), (4, 9), (16, 5)])
+def test_the_mean_of_many_lanes_may_lose_less(lanes, rounds, plain):
+    """Each round loses 0.3 steps. Of 5 steps that one lane may lose, four may lose a half, and sixteen a quarter."""
+    pauses = Pauses()
+    for i in range(rounds):
+        assert not pauses.resting, i
+        pauses.observe(1, 1.3 * plain, plain, lanes=lanes)
+    assert pauses.resting
+
+
+@PLAIN
 def test_after_a_good_stretch_as_much_may_be_lost_as_at_first(plain):
     pauses = Pauses()
     play(pauses, [(1, 50)], plain)
