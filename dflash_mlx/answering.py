@@ -19,9 +19,9 @@ from dflash_mlx.wired import wired
 
 # What a turn brings to an answer: tokens, an error that ends it, or (done, total) of its prompt.
 News = GenerationResponse | Exception | tuple[int, int]
-# While answers are running, reading prompts may take as long as a round, and up to this many times as long where more
-# answers wait to begin than are running: a pass over few tokens takes nearly as long as one over many.
-_MOST_READING = 2.0
+# While answers are running, reading prompts may take as long as a round, and up to so many rounds where that many times
+# as many answers wait to begin as are running: a pass over few tokens takes nearly as long as one over many.
+_MOST_READING = 8.0
 _SMALLEST_CHUNK = 8
 # On CUDA, where the GPU waits for the computer, so many tokens take hardly longer than one.
 _SMALLEST_CHUNK_ON_CUDA = 256

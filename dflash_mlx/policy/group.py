@@ -160,6 +160,7 @@ class GroupWidth:
             for width in (0, *self._widths)
             if width <= drafted
         }
+        values[0] += _WORTH - 1.0
         width = max(values, key=lambda width: values[width])
         self._count_unused(width > 0)
         self._depths.append(width)
