@@ -19,8 +19,8 @@ from dflash_mlx.wired import wired
 
 # What a turn brings to an answer: tokens, an error that ends it, or (done, total) of its prompt.
 News = GenerationResponse | Exception | tuple[int, int]
-# While answers are running, reading prompts may take as long as a round, and up to so many rounds where that many times
-# as many answers wait to begin as are running: a pass over few tokens takes nearly as long as one over many.
+# While answers are running, reading a prompt may take as long as a round, and up to so many rounds where others wait to
+# begin, too: a pass over few tokens takes nearly as long as one over many.
 _MOST_READING = 8.0
 _SMALLEST_CHUNK = 8
 # On CUDA, where the GPU waits for the computer, so many tokens take hardly longer than one.
@@ -226,8 +226,8 @@ class Answering:
     @property
     def _reading_seconds(self) -> float:
         """How long running answers may wait in a turn for prompts to be read."""
-        waiting = len(self._reading) / max(len(self._lanes), 1)
-        return min(max(waiting, 1.0), _MOST_READING) * self._round_seconds
+        others = max(len(self._reading) - 1, 0)
+        return min(1.0 + others / max(len(self._lanes), 1), _MOST_READING) * self._round_seconds
 
     def _chunk(self, seconds: float) -> int:
         """Tokens of prompts to read at once while answers are running, in about that time."""

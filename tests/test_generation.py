@@ -378,7 +378,8 @@ def test_prompts_are_read_at_once_where_the_gpu_waits_for_the_computer(kind, rep
 
 
 @pytest.mark.parametrize(
-    ("running", "waiting", "rounds"), [(0, 3, 3.0), (1, 1, 1.0), (4, 1, 1.0), (4, 6, 1.5), (2, 16, 8.0), (1, 15, 8.0)]
+    ("running", "waiting", "rounds"),
+    [(0, 3, 3.0), (1, 0, 1.0), (1, 1, 1.0), (4, 1, 1.0), (4, 3, 1.5), (2, 14, 7.5), (1, 15, 8.0)],
 )
 def test_more_is_read_between_rounds_where_many_wait_to_begin(running, waiting, rounds):
     answering = Answering(make_pair(), draft=False, most_lanes=16)

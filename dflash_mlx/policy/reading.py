@@ -4,7 +4,7 @@ _FADE = 0.9
 # So much must sizes differ, as a share of their mean, before a pass's own part can be told from its tokens'.
 _SPREAD = 0.2
 # Chunks of about the same size before a larger one is tried, to see again what the fixed part is; and how much larger.
-_SAME, _LARGER = 6, 1.5
+_SAME, _LARGER = 16, 1.5
 # Once some passes are known, one that takes much longer than expected counts as this many times that only: a GPU
 # compiles for a new shape.
 _KNOWN, _MOST_SURPRISE = 3, 3.0
@@ -83,11 +83,11 @@ class ReadingTimes:
     def tokens_in(self, seconds: float, *, least: int, most: int) -> int:
         """How many tokens of a long prompt to read in that time.
 
-        Where the fixed part is long, as many as take as long as it, since fewer would take hardly less time. At most
-        twice as many as in the last chunk: what is learnt of small ones need not hold for large ones.
+        Where the fixed part is long, as many as take half as long as it, since fewer would take hardly less time. At
+        most twice as many as in the last chunk: what is learnt of small ones need not hold for large ones.
         """
         fixed = self._of_chunks
-        wanted = int(max(seconds - fixed, fixed) / self.a_token)
+        wanted = int(max(seconds - fixed, 0.5 * fixed) / self.a_token)
         if self._chunk is not None:
             last, _ = self._chunk
             tries = self._fixed_of_chunks is None or self._same >= _SAME
