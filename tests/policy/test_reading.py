@@ -108,3 +108,22 @@ def test_tokens_in_a_time(fixed, a_token, seconds, tokens):
     # The second chunk is larger, so that they can be compared.
     times.observe(20, times.seconds(20), whole=False)
     assert times.tokens_in(seconds, least=16, most=2048) == 30
+
+
+def test_prompts_that_wait_are_read_in_pieces_that_are_worth_a_pass():
+    """Where a pass over one token takes nearly as long as prompts may be read in a turn, and times are noisy."""
+    fixed, a_token, allowed, rng = 0.075, 0.0016, 0.09, random.Random(0)
+    times = learnt(fixed, a_token, [150])
+    tokens = seconds = 0.0
+    for _ in range(60):
+        passes = read_in_chunks(
+            times,
+            lambda tokens, read: (fixed + a_token * tokens) * rng.lognormvariate(0, 0.08),
+            allowed=allowed,
+            total=rng.randrange(60, 260),
+        )
+        tokens += sum(tokens for tokens, _ in passes)
+        # A round follows each pass.
+        seconds += sum(seconds + allowed for _, seconds in passes)
+    best = fixed / 2 / a_token
+    assert tokens / seconds > 0.8 * best / (fixed + a_token * best + allowed)
