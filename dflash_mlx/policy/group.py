@@ -23,6 +23,8 @@ _STEEP = 2.0
 # Drafting, or another width, must promise so many times as much: a GPU compiles anew for another shape, and lanes that
 # join have more to bring along.
 _WORTH = 1.1
+# Twice as many lanes must give this many times as many tokens a second.
+_WORTH_DOUBLING = 1.1
 # After this many rounds whose drafts were not worth it, this many are made without drafting; more each time.
 _MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 16, 256
 # After this many drafted rounds, four times as many each time, some plain ones show what they really take.
@@ -101,6 +103,14 @@ def rising(table: Mapping[int, float]) -> dict[int, float]:
     numbers = sorted(table)
     lowest = np.minimum.accumulate([table[number] for number in reversed(numbers)])[::-1]
     return dict(zip(numbers, lowest.tolist(), strict=True))
+
+
+def worthwhile_lanes(plain: Mapping[int, float]) -> int:
+    """Up to how many lanes the tokens a second still rise; plain: seconds of a round without drafts, by lanes."""
+    lanes = min(plain)
+    while 2 * lanes in plain and 2 * plain[lanes] >= _WORTH_DOUBLING * plain[2 * lanes]:
+        lanes *= 2
+    return lanes
 
 
 class GroupWidth:

@@ -17,7 +17,7 @@ from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import propose
 from dflash_mlx.drafters.contract import Drafter
-from dflash_mlx.policy.group import FixedGroup, GroupCosts, rising
+from dflash_mlx.policy.group import FixedGroup, GroupCosts, rising, worthwhile_lanes
 from dflash_mlx.policy.stored import fingerprint, read_stored, store
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target
@@ -30,8 +30,6 @@ _WARM_UP, _TIMED, _SECONDS_A_POINT = 1, 5, 0.25
 _MOST_DRAFTING = 0.5
 # Where a pass of single rows takes this long, measuring stops after about this many seconds; the rest is interpolated.
 _SLOW, _SECONDS_TO_SPEND = 0.03, 10.0
-# Twice as many lanes whose round takes this many times as long gain next to nothing.
-_NO_GAIN = 1.8
 # Rows of each lane that are tried: an anchor and its drafts.
 _ROWS = (2, 4, 8, 16)
 
@@ -99,7 +97,7 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
             engine.leave(lane)
         # A GPU compiles at first, which is no reason to stop; slow passes are.
         if plain[lanes] > _SLOW and time.perf_counter() - started > _SECONDS_TO_SPEND:
-            if not widths and plain[lanes] > _NO_GAIN * plain[lanes // 2]:
+            if not widths and worthwhile_lanes(plain) < lanes:
                 break
             widths = []
         lanes *= 2

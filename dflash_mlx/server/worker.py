@@ -4,7 +4,6 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Mapping
 
 import mlx.core as mx
 
@@ -12,6 +11,7 @@ from dflash_mlx.answer import GenerationResponse, fitting_max_tokens, require_po
 from dflash_mlx.answering import Answering
 from dflash_mlx.errors import PromptError
 from dflash_mlx.pair import ModelPair, Report
+from dflash_mlx.policy.group import worthwhile_lanes
 from dflash_mlx.runtime import free_unused_memory
 from dflash_mlx.server.fair_queue import FairQueue
 from dflash_mlx.server.memory import MemoryBudget, total_need
@@ -24,8 +24,6 @@ __all__ = ["Job", "QueueFullError", "Ticket", "TooLargeError", "Worker", "Worker
 
 # Answers at a time, unless the caller says otherwise: the most that are tried, and where they are made one by one.
 _MOST_ACTIVE, _MOST_APART = 32, 4
-# Twice as many answers at a time must give this many times as many tokens a second.
-_WORTH_DOUBLING = 1.1
 
 
 class Worker:
@@ -316,14 +314,6 @@ class Worker:
             ticket.end(WorkerClosedError(self._error))
         self._cache.clear()
         free_unused_memory()
-
-
-def worthwhile_lanes(plain: Mapping[int, float]) -> int:
-    """Up to how many answers at a time the tokens a second still rise; plain: seconds of a round by answers."""
-    lanes = min(plain)
-    while 2 * lanes in plain and 2 * plain[lanes] >= _WORTH_DOUBLING * plain[2 * lanes]:
-        lanes *= 2
-    return lanes
 
 
 def _evaluate(pair: ModelPair) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.decoding.policies import Choice, RoundReport
-from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth, interpolate, rising
+from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth, interpolate, rising, worthwhile_lanes
 
 PLACES = 15
 
@@ -81,6 +81,20 @@ def test_no_measurement_stays_above_one_of_more_rows():
     """What disturbs a measurement makes it longer, so the lower figure is the better one."""
     assert rising({8: 2.5, 2: 4.0, 4: 2.0, 1: 1.0, 16: 3.0}) == {1: 1.0, 2: 2.0, 4: 2.0, 8: 2.5, 16: 3.0}
     assert rising({4: 1.0}) == {4: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("plain", "lanes"),
+    [
+        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 2.0}, 4),  # 8 take twice as long as 4
+        ({1: 1.0, 2: 1.8, 4: 3.3}, 2),  # 2 / 1.8 is more than a tenth, 3.6 / 3.3 is not
+        ({2: 1.1, 4: 2.0}, 4),  # a tenth is enough
+        ({2: 1.0, 8: 1.0}, 2),  # as far as is known without a gap
+        ({1: 1.0, 2: 2.0, 4: 2.0}, 1),
+    ],
+)
+def test_as_many_at_a_time_as_twice_as_many_bring_a_tenth_more(plain, lanes):
+    assert worthwhile_lanes(plain) == lanes
 
 
 def test_a_round_costs_its_parts():
@@ -300,6 +314,7 @@ def test_where_each_width_is_compiled_anew_there_are_only_a_few(text):
 
     policy.choose, policy.next_round = noting, noted
     assert run(policy, bound_by_memory(), TEXTS[text], 32, 300) > 0.9
+    assert max(widths) > 0
     assert widths <= {0, 1, 3, 7, 15}
 
 

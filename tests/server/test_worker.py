@@ -30,7 +30,6 @@ from dflash_mlx.server.worker import (
     TooLargeError,
     Worker,
     WorkerClosedError,
-    worthwhile_lanes,
 )
 
 
@@ -299,20 +298,6 @@ def test_times_between_tokens_are_those_after_the_first_round(serve):
     between = worker.status().totals.between_tokens
     assert between.count == sum(len(responses) - 1 for responses in found) > 2
     assert 0 < between.total < spent
-
-
-@pytest.mark.parametrize(
-    ("plain", "lanes"),
-    [
-        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 2.0}, 4),  # 8 take twice as long as 4
-        ({1: 1.0, 2: 1.8, 4: 3.3}, 2),  # 2 / 1.8 is more than a tenth, 3.6 / 3.3 is not
-        ({2: 1.1, 4: 2.0}, 4),  # a tenth is enough
-        ({2: 1.0, 8: 1.0}, 2),  # as far as is known without a gap
-        ({1: 1.0, 2: 2.0, 4: 2.0}, 1),
-    ],
-)
-def test_as_many_at_a_time_as_twice_as_many_bring_a_tenth_more(plain, lanes):
-    assert worthwhile_lanes(plain) == lanes
 
 
 def test_quick_answers_shorten_the_time_to_stay_away(serve):
