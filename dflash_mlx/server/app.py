@@ -56,6 +56,8 @@ def create_app(service: Service, policy: Policy, *, access_log: Log | None = Non
             except Exception as error:
                 service.report(error)
                 response = _refusal(failure(error), request)
+            finally:
+                service.settle(request)
             service.add_ignored(response, request)
             return response
 

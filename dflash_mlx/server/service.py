@@ -28,7 +28,7 @@ from dflash_mlx.server.worker import Worker
 T = TypeVar("T")
 
 IGNORED_HEADER = "x-dflash-ignored"
-_IGNORED = "dflash.ignored"  # in a request's scope
+_IGNORED, _EXPECTED = "dflash.ignored", "dflash.expected"  # in a request's scope
 _MOST_WARNED = 1000  # names that the log has; clients can make up any number
 
 
@@ -91,7 +91,7 @@ class Service:
         return name
 
     def submit(self, order: Order, request: Request) -> Answers:
-        return submit(
+        answers = submit(
             self.worker,
             order,
             owner=request.scope.get("dflash.owner", ""),
@@ -99,6 +99,13 @@ class Service:
             eos_ids=self.eos_ids,
             timeout=self.limits.answer_seconds,
         )
+        self.settle(request)
+        return answers
+
+    def settle(self, request: Request) -> None:
+        """The worker need not expect this request any more: it has submitted its jobs, or has none."""
+        if request.scope.pop(_EXPECTED, False):
+            self.worker.expect(-1)
 
     def report(self, error: BaseException) -> None:
         """Write an unexpected error to the server's log; clients do not see what it says."""
@@ -121,6 +128,8 @@ class Service:
         """The request's JSON object; what it ignores is kept for `add_ignored`. Raises RequestError."""
         fields = Fields(await self.read_json(request))
         request.scope[_IGNORED] = fields.ignored
+        request.scope[_EXPECTED] = True
+        self.worker.expect(1)
         return fields
 
     def add_ignored(self, response: Response, request: Request) -> None:

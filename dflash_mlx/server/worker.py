@@ -24,6 +24,8 @@ __all__ = ["Job", "QueueFullError", "Ticket", "TooLargeError", "Worker", "Worker
 
 # Answers at a time, unless the caller says otherwise: the most that are tried, and where they are made one by one.
 _MOST_ACTIVE, _MOST_APART = 32, 4
+# Where nothing runs, an answer may wait so many seconds for requests that are on their way: one pass reads all prompts.
+_GATHERING = 0.05
 
 
 class Worker:
@@ -62,6 +64,7 @@ class Worker:
         self._changed = threading.Condition()
         self._queue: FairQueue[Ticket] = FairQueue()
         self._active: list[Running] = []
+        self._expected = 0
         self._totals = Totals()
         self._ready = False
         self._closing_at: float | None = None
@@ -106,6 +109,12 @@ class Worker:
             self._queue.push(job.owner, ticket)
             self._changed.notify_all()
         return ticket
+
+    def expect(self, more: int) -> None:
+        """Tell of so many requests that will soon submit jobs; of fewer, once they have, or will not."""
+        with self._changed:
+            self._expected += more
+            self._changed.notify_all()
 
     def status(self) -> WorkerStatus:
         with self._changed:
@@ -200,15 +209,29 @@ class Worker:
                     now = time.perf_counter()
                     ticket.queued_seconds = now - ticket.submitted_at
                     self._active.append(Running(ticket=self._queue.pop(), drafts=drafts, need=need, started_at=now))
-                if self._active or refused or self._closing_at is not None:
+                if refused or self._closing_at is not None:
                     break
-                self._changed.wait()
+                wait = self._seconds_to_gather() if self._active else None
+                if wait == 0.0:
+                    break
+                self._changed.wait(wait)
             late = self._closing_at is not None and time.perf_counter() >= self._closing_at
             done = self._closing_at is not None and (late or not self._active)
         for ticket, refusal in refused:
             ticket.end(refusal)
         self._cache.shrink(self._memory.room - total_need(r.need for r in self._active))
         return not done
+
+    def _seconds_to_gather(self) -> float:
+        """How long the first answers still wait for requests that are on their way."""
+        if (
+            not self._expected
+            or len(self._active) >= self.max_active
+            or any(r.answer is not None for r in self._active)
+        ):
+            return 0.0
+        waited = time.perf_counter() - min(running.ticket.submitted_at for running in self._active)
+        return max(0.0, _GATHERING - waited)
 
     def _turn(self) -> None:
         """Begin what can begin, end what was cancelled, and make a round of every answer."""

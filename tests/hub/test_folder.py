@@ -165,6 +165,7 @@ def test_the_shipped_drafter() -> None:
         "curves-1.svg",
         "curves-2.svg",
         "curves-3.svg",
+        "curves-4.svg",
         "model.safetensors",
         "topics.txt",
     ]

@@ -124,12 +124,17 @@ class FakeWorker:
     jobs: list[Job] = field(default_factory=list)
     cancelled: int = 0
     running: int = 0
+    expected: int = 0
 
     def start(self) -> None:
         pass
 
     def close(self, timeout: float = 5.0) -> None:
         pass
+
+    def expect(self, more: int) -> None:
+        self.expected += more
+        assert self.expected >= 0
 
     def submit(self, job: Job) -> Ticket:
         if not job.prompt:
@@ -262,3 +267,4 @@ def running(
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
+        assert not getattr(worker, "expected", 0), "each request has come to its end"

@@ -17,6 +17,7 @@ from tiny_families import family_target
 
 from dflash_mlx.answer import Answer
 from dflash_mlx.answering import Answering
+from dflash_mlx.decoding.batch import Batch
 from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.errors import PromptError, UsageError
@@ -124,6 +125,56 @@ def test_a_long_prompt_is_read_in_chunks_between_others_rounds(pair, serve, monk
     chunks = [i for i, word in enumerate(order) if word == "chunk"]
     assert len(chunks) >= 13
     assert all("round" in order[a:b] for a, b in itertools.pairwise(chunks)), "they take turns"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_requests_on_their_way_are_waited_for_and_read_in_one_pass(pair, serve, monkeypatch, comes):
+    """But not for ever: `comes` is whether the second one does."""
+    monkeypatch.setattr("dflash_mlx.server.worker._GATHERING", 60.0 if comes else 0.2)
+    passes = []
+    reading = Batch.reading.__func__
+    monkeypatch.setattr(
+        Batch,
+        "reading",
+        classmethod(lambda cls, t, d, prompts: passes.append(len(prompts)) or reading(cls, t, d, prompts)),
+    )
+    worker = serve(max_active=4)
+    prompts = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]]
+    expected = [generate(pair, prompt, job(prompt, 6).params).token_ids for prompt in prompts]
+
+    async def run():
+        worker.expect(2)
+        first = worker.submit(job(prompts[0], 6))
+        worker.expect(-1)
+        if not comes:
+            return [await collect(first)]
+        wait_until(lambda: worker.status().active == 1)
+        await asyncio.sleep(0.05)
+        assert first.first_token_seconds is None
+        assert not passes
+        second = worker.submit(job(prompts[1], 6))
+        worker.expect(-1)
+        return [await collect(first), await collect(second)]
+
+    found = asyncio.run(run())
+    assert [tokens_of(responses) for responses in found] == expected[: len(found)]
+    assert passes == ([2] if comes else [])
+
+
+def test_nobody_waits_for_requests_while_answers_are_made(serve, monkeypatch):
+    monkeypatch.setattr("dflash_mlx.server.worker._GATHERING", 60.0)
+    worker = serve(max_active=4)
+
+    async def run():
+        first = worker.submit(job([3, 4], 300))
+        await first.__anext__()
+        worker.expect(1)
+        second = await collect(worker.submit(job([5, 6], 3)))
+        first.cancel()
+        await collect(first)
+        return second
+
+    assert len(tokens_of(asyncio.run(run()))) == 3
 
 
 def test_cancelling_frees_the_slot_within_a_round(serve, monkeypatch):
