@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from dflash_mlx.pair import ModelPair
 
 _WARM_UP = "Name three uses of a brick, and say in a sentence each why they work."
-_WARM_UP_TOKENS = 16
+# A GPU compiles for rounds of each size, and only a whole answer meets them.
+_WARM_UP_TOKENS_ON_CPU = 16
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,14 @@ def _single(wanted: Measurement, jobs: "Sequence[Job]", energy: "Energy") -> Non
     """One answer at a time."""
     from dflash_mlx.bench.machine import cool_down, thermal_state
     from dflash_mlx.bench.run import run_jobs, warm_up
+    from dflash_mlx.runtime import backend
 
     results = wanted.results
     note("warming up")
     first = wanted.settings[0].params
-    warm = warm_up(wanted.contestants, _WARM_UP, first, max_tokens=_WARM_UP_TOKENS)
-    scale = first.max_tokens / min(_WARM_UP_TOKENS, first.max_tokens)
+    tokens = min(_WARM_UP_TOKENS_ON_CPU, first.max_tokens) if backend().kind == "cpu" else first.max_tokens
+    warm = warm_up(wanted.contestants, _WARM_UP, first, max_tokens=tokens)
+    scale = first.max_tokens / tokens
     results.machine["heat_at_start"] = thermal_state()
     progress = BenchProgress(jobs, results, estimate={name: seconds * scale for name, seconds in warm.items()})
     progress.begin()

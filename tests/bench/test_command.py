@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from bench.fake import Fake, fakes, ratios
 
+from dflash_mlx import runtime
 from dflash_mlx.bench import load, measured
 from dflash_mlx.bench.analyse import analyse
 from dflash_mlx.cli import bench, options
@@ -105,6 +107,25 @@ def test_the_verdict_comes_first_and_tables_in_a_pipe_are_aligned_text(
     assert "8 runs, about " in captured.err
     assert "so far " in captured.err
     assert "left" in captured.err
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("cpu", 16), ("metal", 40), ("cuda", 40)])
+def test_a_gpu_is_warmed_up_with_a_whole_answer(
+    kind: Any, tokens: int, faked: Callable[[dict[str, Fake]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles for rounds of each size, which a few tokens do not meet."""
+    machine = replace(runtime.backend(), kind=kind)
+    monkeypatch.setattr(runtime, "backend", lambda: machine)
+    wanted: list[int] = []
+    both = fakes(lambda prompt, name: [*range(4)])
+    for contestant in both.values():
+        answer = contestant.answer
+        monkeypatch.setattr(
+            contestant, "answer", lambda prompt, params, a=answer: wanted.append(params.max_tokens) or a(prompt, params)
+        )
+    faked(both)
+    assert main(["bench", "--pair", "demo", "--category", "chat", "--limit", "1", "--max-tokens", "40"]) == 0
+    assert wanted == [4, tokens] * 2 + [40, 40]
 
 
 def test_ctrl_c_keeps_what_is_finished(
