@@ -29,7 +29,7 @@ def truth(demo_pair):
 
 @pytest.fixture(scope="module")
 def server(demo_pair, truth):
-    worker = Worker(demo_pair)
+    worker = Worker(demo_pair, max_active=4)  # little to measure
     with running(worker, pair=demo_pair, names=("demo",)) as found:
         yield found
 
