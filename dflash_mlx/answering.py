@@ -24,8 +24,9 @@ News = GenerationResponse | Exception | tuple[int, int]
 _MOST_READING = 8.0
 _SMALLEST_CHUNK = 8
 # On CUDA, where the GPU waits for the computer, so many tokens take hardly longer than one.
-_SMALLEST_CHUNK_ON_CUDA = 256
-# Prompts that are read in one pass are filled up to the longest, which may make the pass this much longer.
+_SMALLEST_CHUNK_ON_CUDA = 512
+# Prompts that are read in one pass are filled up to the longest. That may make the pass this much longer, or more where
+# two passes would still take longer.
 _PADDING = 1.25
 # Where every place is taken, prompts may wait this many rounds for others, to be read in one pass with them.
 _MOST_WAITED = 16
@@ -178,18 +179,20 @@ class Answering:
         The rows of a pass are all as long as the longest, so that prompts of about the same length are best.
         """
         first = self._reading.popleft()
-        found = [first]
+        found, fed = [first], first.unread
         if not self._fits_together(first):
             return found
+        seconds = self._times.seconds
         others = [a for a in self._reading if a.drafting == first.drafting and self._fits_together(a)]
         for other in sorted(others, key=lambda answer: abs(answer.unread - first.unread)):
             lengths = [answer.unread for answer in [*found, other]]
-            fed = max(lengths) * len(lengths)
-            if len(found) == most or fed > chunk:
+            together = max(lengths) * len(lengths)
+            if len(found) == most or together > chunk:
                 break
-            if fed <= _PADDING * sum(lengths) + _SMALLEST_CHUNK:
+            is_even = together <= _PADDING * sum(lengths) + _SMALLEST_CHUNK
+            if is_even or seconds(together) < seconds(fed) + seconds(other.unread):
                 self._reading.remove(other)
-                found.append(other)
+                found, fed = [*found, other], together
         return found
 
     def _fits_together(self, answer: Answer) -> bool:

@@ -389,6 +389,20 @@ def test_more_is_read_between_rounds_where_many_wait_to_begin(running, waiting, 
     assert answering._reading_seconds == pytest.approx(0.1 * rounds)
 
 
+@pytest.mark.parametrize(("fixed", "passes"), [(0.0, [[40], [10]]), (29.0, [[40], [10]]), (31.0, [[40, 10]])])
+def test_prompts_of_different_lengths_share_a_pass_where_two_would_take_longer(fixed, passes, monkeypatch):
+    """Filled up to 40 tokens, the short one makes the pass 30 tokens longer."""
+    pair, read = make_pair(), []
+    monkeypatch.setattr(Answering, "_read_together", lambda self, answers: read.append(answers))
+    monkeypatch.setattr(Answering, "_read_chunk", lambda self, answer, chunk: read.append([answer]))
+    with Answering(pair, draft=False, most_lanes=4) as answering:
+        answering._times.fixed, answering._times.a_token = fixed, 1.0
+        for count in (40, 10):
+            answering.add(Answer(pair, [5] * (count + 1), SamplingParams(max_tokens=9), draft=False))
+        answering._read()
+    assert [[answer.unread for answer in answers] for answers in read] == passes
+
+
 def test_a_prompt_does_not_wait_while_places_are_free(monkeypatch):
     pair = make_pair()
     monkeypatch.setattr(ReadingTimes, "observe", lambda self, tokens, seconds, *, whole: setattr(self, "shared", 1e6))

@@ -192,6 +192,8 @@ class Rows:
         self.lengths.capacity = self.lengths.seen = capacity
         for leaf in self.attention:
             leaf.keys, leaf.values = (self._padded(array) for array in (leaf.keys, leaf.values))
+        # By itself, not at the beginning of a pass, which MLX on CUDA would then plan anew.
+        mx.async_eval([leaf.state for leaf in self.attention])
 
     def _padded(self, array: mx.array) -> mx.array:
         missing = self.lengths.capacity - array.shape[2]
@@ -215,23 +217,22 @@ class Rows:
 
     def take_over(self, other: "Rows", places: Sequence[int]) -> None:
         """Take the rows of another, each into the place of one that holds nothing."""
-        capacity = room_for(max(self.lengths.capacity, other.lengths.capacity))
-        self._grow(capacity)
-        other._grow(capacity)
-        runs = _runs(places)
-
-        def write(own: mx.array, arriving: mx.array) -> mx.array:
-            for to, start in runs:
-                own[to] = arriving[start : start + to.stop - to.start]
-            return own
-
+        self.reserve(other.lengths.capacity)
+        held = other.lengths.capacity
         arrays, theirs = self.take_arrays(), other.take_arrays()
-        for own in arrays:
-            _computed(write(own, theirs.pop(0)))
+        for row, place in enumerate(places):
+            for own, arriving in zip(arrays, theirs, strict=True):
+                own[place : place + 1, :, :held] = arriving[row : row + 1]
+            # Row by row: on CUDA, MLX plans operations together, and these are the same ones each time.
+            mx.async_eval(arrays)
         self.put_arrays(arrays)
+        index = mx.array(list(places))
         for state, new in zip(self.states, other.states, strict=True):
-            state.cache = [write(mx.array(own), arriving) for own, arriving in zip(state.cache, new.cache, strict=True)]
-        self.lengths.value = write(mx.array(self.lengths.value), other.lengths.value)
+            state.cache = [mx.array(own) for own in state.cache]
+            for own, arriving in zip(state.cache, new.cache, strict=True):
+                own[index] = arriving
+        self.lengths.value = mx.array(self.lengths.value)
+        self.lengths.value[index] = other.lengths.value
         for place, start in zip(places, other.starts, strict=True):
             self.starts[place] = start
 
@@ -244,13 +245,16 @@ class Rows:
             self._allocated = len(rows)
             arrays = [array[index] for array in arrays]
         else:
-            # Read before they are written: otherwise MLX copies whole buffers.
-            moved = [[mx.contiguous(array[row : row + 1]) for _, row in moves] for array in arrays]
-            mx.async_eval(moved)
-            for i, parts in enumerate(moved):
-                for (to, _), part in zip(moves, parts, strict=True):
-                    arrays[i][to : to + 1] = part
-                arrays[i] = arrays[i][: len(rows)]
+            # Read before they are written: otherwise MLX copies whole buffers. Row by row: see `take_over`.
+            moved = []
+            for _, row in moves:
+                moved.append([mx.contiguous(array[row : row + 1]) for array in arrays])
+                mx.async_eval(moved[-1])
+            for (to, _), parts in zip(moves, moved, strict=True):
+                for array, part in zip(arrays, parts, strict=True):
+                    array[to : to + 1] = part
+                mx.async_eval(arrays)
+            arrays = [array[: len(rows)] for array in arrays]
         self.put_arrays(arrays)
         for state in self.states:
             state.cache = [array[index] for array in state.cache]
@@ -355,18 +359,6 @@ def _computed(array: mx.array) -> mx.array:
     if array.nbytes > _LARGE:
         mx.eval(array)
     return array
-
-
-def _runs(places: Sequence[int]) -> list[tuple[slice, int]]:
-    """Places that follow each other, together: where they are written, and the number of the first one."""
-    runs: list[tuple[slice, int]] = []
-    for number, place in enumerate(places):
-        if runs and runs[-1][0].stop == place:
-            to, first = runs.pop()
-            runs.append((slice(to.start, place + 1), first))
-        else:
-            runs.append((slice(place, place + 1), number))
-    return runs
 
 
 def room_for(positions: int) -> int:

@@ -23,7 +23,7 @@ from dflash_mlx.targets.target import Target
 # Rounds for which a row without a lane stays. To move the rows takes as long as some rounds.
 _ROUNDS_UNUSED = 8
 # Tokens by which the lengths of what is read together differ on CUDA, where MLX compiles anew for each.
-_READING_STEP = 32
+_READING_STEP = 64
 
 
 class Batch:
@@ -128,20 +128,14 @@ class Batch:
         if not self.rows and arriving:
             vars(self).update(vars(arriving[0]))
             arriving = arriving[1:]
-        left = self._put_in_order(arriving, before)
-        if self.target.replays and (arriving or len(left) != before):
-            # By itself: a pass that begins with other operations than the one before is planned anew on CUDA.
-            self._compute()
-        return left
-
-    def _put_in_order(self, arriving: Sequence["Batch"], before: int) -> list[int]:
-        """See `arrange`; before: how many rows there were."""
         count = self._wanted_rows(sum(len(other.rows) for other in arriving))
-        if self.state is not None and (arriving or count != len(self.rows)):
-            self.state.settle(self.at)
+        if not arriving and count == len(self.rows):
+            return list(range(before))
+        self._settle()
         if count > len(self.rows):
             self._add(count - len(self.rows))
         for other in arriving:
+            other._settle()
             self._take_over(other)
         if len(self.rows) <= count:
             return list(range(before))
@@ -154,8 +148,20 @@ class Batch:
         self._keep(kept)
         return [row for row in kept if row < before]
 
+    def _settle(self) -> None:
+        """Bring the drafter up to date."""
+        if self.state is not None:
+            self.state.settle(self.at)
+            self._compute()
+
     def _compute(self) -> None:
-        """Launch whatever is still to be computed of the rows."""
+        """Launch what is still to be computed of the rows, by itself, where passes are replayed.
+
+        On CUDA, MLX plans about a hundred operations together, and again for each new sequence of them. So what comes
+        now and then should not stand at the beginning of a pass, nor several such things together.
+        """
+        if not self.target.replays:
+            return
         assert isinstance(self.caches, BatchCaches)
         drafting: list[Any] = [leaf.state for leaf in self.state.layers()] if self.state is not None else []
         mx.async_eval(self.caches.arrays(), drafting, self.at, self.anchors)
@@ -169,6 +175,7 @@ class Batch:
         self.at, self.anchors = mx.pad(self.at, (0, count)), mx.pad(self.anchors, (0, count))
         self.rows += [None] * count
         self.bounds += [0] * count
+        self._compute()
 
     def _take_over(self, other: "Batch") -> None:
         """Let the lanes of another take the first rows that are free."""
@@ -177,13 +184,13 @@ class Batch:
         places = [row for row, lane in enumerate(self.rows) if lane is None][: len(other.rows)]
         self.caches.take_over(other.caches, places)
         if self.state is not None and other.state is not None:
-            other.state.settle(other.at)
             self.state.take_over(other.state, places)
         index = mx.array(places)
         self.at, self.anchors = mx.array(self.at), mx.array(self.anchors)
         self.at[index], self.anchors[index] = other.at, other.anchors
         for place, lane, bound in zip(places, other.rows, other.bounds, strict=True):
             self.rows[place], self.bounds[place] = lane, bound
+        self._compute()
 
     @classmethod
     def of(cls, lane: Lane, drafter: Drafter | None) -> "Batch":
@@ -240,6 +247,7 @@ class Batch:
         index = mx.array(rows)
         self.at, self.anchors = self.at[index], self.anchors[index]
         self.rows, self.bounds = [self.rows[row] for row in rows], [self.bounds[row] for row in rows]
+        self._compute()
 
 
 def rows_for(lanes: int) -> int:

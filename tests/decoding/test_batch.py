@@ -112,7 +112,7 @@ def test_what_arrives_is_computed_apart_from_a_pass_that_is_replayed(replays, ta
     batch.arrange([])
     assert launched == []
     batch.arrange([Batch.of(lane_of(target, None, text[:9]), None)])
-    assert len(launched) == replays
+    assert any(array is batch.at for arrays in launched for array in arrays) == replays
     assert batch.at.tolist() == [4, 8]
 
 
@@ -238,7 +238,7 @@ def test_where_new_shapes_are_dear_there_are_a_few_numbers_of_rows(lanes, rows, 
 def test_where_new_shapes_are_dear_prompts_are_read_in_few_shapes(target, drafter, text, monkeypatch):
     monkeypatch.setattr(batches, "backend", lambda: replace(runtime.backend(), kind="cuda"))
     assert batches.reading_shape(5, 40) == (6, 64)
-    assert batches.reading_shape(1, 32) == (1, 32)
+    assert batches.reading_shape(1, 64) == (1, 64)
     fed, read = [], BatchCaches.read
     monkeypatch.setattr(
         BatchCaches,
@@ -250,7 +250,7 @@ def test_where_new_shapes_are_dear_prompts_are_read_in_few_shapes(target, drafte
     for lane in lanes:
         lane.session.tokens = lane.prompt[:-1]
     batch.begin(lanes)
-    assert fed == [(6, 32)]
+    assert fed == [(6, 64)]
     answers = Answers(target, drafter)
     answers.join_read(batch)
     answers.finish()
