@@ -21,7 +21,7 @@ MOST_GAIN = 1.6
 _HYSTERESIS = 1.05
 # Rounds of trees before a change to chains, and of chains before the next look at trees, which comes less and less
 # often while it changes nothing.
-_LOOK, _FIRST_STAY, _LONGEST_STAY = 8, 64, 512
+_LOOK, _FIRST_STAY, _LONGEST_STAY = 4, 64, 2048
 _FADE = 0.9
 # The same for what trees gain beyond their promise, and for how many tokens it is taken to be nothing at first.
 _SLOW_FADE, _PRIOR_TOKENS = 0.99, 100.0
