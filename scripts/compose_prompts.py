@@ -474,20 +474,22 @@ class Composer:
         return f"{ask}\n\n{self.passage()}"
 
 
-def library_files() -> list[Path]:
+def library_modules() -> Iterator[tuple[str, ast.Module]]:
+    """Text and syntax tree of the modules of Python's standard library."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
-    return sorted(file for file in folder.rglob("*.py") if not skipped & set(file.relative_to(folder).parts))
-
-
-def library_functions() -> Iterator[tuple[str, str, str, str]]:
-    """(name, signature, first paragraph of the docstring, source) of functions of 4 to 30 lines with a docstring."""
-    for file in library_files():
+    for file in sorted(file for file in folder.rglob("*.py") if not skipped & set(file.relative_to(folder).parts)):
         try:
             text = file.read_text(encoding="utf-8")
             tree = ast.parse(text)
         except (SyntaxError, UnicodeDecodeError):
             continue
+        yield text, tree
+
+
+def library_functions() -> Iterator[tuple[str, str, str, str]]:
+    """(name, signature, first paragraph of the docstring, source) of functions of 4 to 30 lines with a docstring."""
+    for text, tree in library_modules():
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("__"):
                 continue
@@ -499,11 +501,7 @@ def library_functions() -> Iterator[tuple[str, str, str, str]]:
 
 def library_texts() -> Iterator[str]:
     """Prose of 200 to 1,200 characters out of docstrings: paragraphs of words, not of code."""
-    for file in library_files():
-        try:
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
-            continue
+    for _, tree in library_modules():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 continue
