@@ -183,11 +183,16 @@ def wait(run: Run, condition: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
+def listing(folder: Path) -> set[str]:
+    """What is in a folder and those in it, while others write there: not all of it needs to be there still."""
+    return {os.path.join(at, name) for at, folders, files in os.walk(folder) for name in (*folders, *files)}
+
+
 def random_moment(run: Run, command: Command, chance: random.Random, first: float, end: float) -> None:
     """Wait for a random moment of a run, mostly one after its first change of the folder."""
     if first < end and chance.random() < 0.8:
-        before = set(command.root.rglob("*"))
-        wait(run, lambda: set(command.root.rglob("*")) != before)
+        before = listing(command.root)
+        wait(run, lambda: listing(command.root) != before)
         start, length = run.seconds, end - first
     else:
         start, length = 0.0, end

@@ -24,7 +24,7 @@ from dflash_mlx.drafters.with_ngram import WithNgram
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams
 
-CASES_PER_FAMILY = 110
+CASES_PER_FAMILY = 70
 
 
 class RandomWidth:

@@ -24,7 +24,7 @@ from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams, best_columns, sampling_scores
 
 VOCAB, PROMPT = 5, [1, 4, 2]
-FEW, MANY = 1000, 3000  # answers of a test; the few notice a gross error, and take a third of the time
+FEW, MANY = 600, 3000  # answers of a test; the few notice a gross error, and take a fifth of the time
 few_or_many = pytest.mark.parametrize(
     "runs", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few answers", "many answers"]
 )
@@ -181,7 +181,7 @@ def test_the_test_notices_biased_acceptance(target, drafter, monkeypatch):
     strategy = Rejection(params, seed=7)
     runs = FEW
     counts = sample(target, drafter, params, runs, lambda run: strategy)
-    assert chi_square_p(counts, exact_joint(target, params), runs) < 1e-6
+    assert chi_square_p(counts, exact_joint(target, params), runs) < 1e-5
 
 
 def test_reject_draws_from_the_target(monkeypatch):

@@ -211,7 +211,7 @@ def test_sampling_keeps_the_targets_distribution(seeded, monkeypatch):
         return by_text
 
     monkeypatch.setattr(WithNgramState, "_prefers_text", by_turns)
-    params, runs = SamplingParams(temperature=0.8, seed=1 if seeded else None), 1200
+    params, runs = SamplingParams(temperature=0.8, seed=1 if seeded else None), 600
     target = tiny_target("llama", seed=3, vocab_size=VOCAB, num_hidden_layers=1)
     one_layer = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "num_target_layers": 1}
     drafter = WithNgram(tiny_drafter(block_size=4, taps=(0,), vocab_size=VOCAB, **one_layer))

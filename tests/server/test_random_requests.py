@@ -78,6 +78,6 @@ def test_tiny_models(count, trees):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("count", [pytest.param(3, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)])
 def test_the_demo_pair(demo_pair, count):
     check(demo_pair, count)
