@@ -28,7 +28,7 @@ import mlx.nn as nn
 
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.contract import Drafter, Nobody
-from dflash_mlx.kernels import exponentials
+from dflash_mlx.kernels import exponentials, rotary
 from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work, set_few_rows
 from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
 from dflash_mlx.kernels.race import Report, is_faster, take_turns
@@ -84,6 +84,7 @@ def use_where_faster(
     if kind == "cpu":
         if kernels:
             exponentials.use_where_faster(models)
+            rotary.use_where_faster(models)
         return []
     name = _name(target, drafter, folders, kernels=kernels) if folders else None
     before = _read(name) if name is not None and not again else None

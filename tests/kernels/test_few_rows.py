@@ -185,7 +185,7 @@ def test_all_kernels_can_be_left_out(kind, pair, monkeypatch):
     """Replaying is none of them. What rounds cost is remembered apart."""
     target, drafter, linear = pair
     monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind=kind))
-    for module in (few_rows.exponentials, few_rows.quantized_rows, few_rows.rows_attention):
+    for module in (few_rows.exponentials, few_rows.rotary, few_rows.quantized_rows, few_rows.rows_attention):
         monkeypatch.setattr(module, "use_where_faster", lambda *_, **__: pytest.fail("a kernel was tried"))
     monkeypatch.setattr(few_rows, "_seconds", lambda *_: 1.0 - 0.2 * target.replays)
     assert use_where_faster(target, drafter, kernels=False) == []
