@@ -190,10 +190,12 @@ class Rows:
 
     def _grow(self, capacity: int) -> None:
         self.lengths.capacity = self.lengths.seen = capacity
-        for leaf in self.attention:
-            leaf.keys, leaf.values = (self._padded(array) for array in (leaf.keys, leaf.values))
+        arrays = self.take_arrays()
+        for i in range(len(arrays)):
+            arrays[i] = _computed(self._padded(arrays[i]))
         # By itself, not at the beginning of a pass, which MLX on CUDA would then plan anew.
-        mx.async_eval([leaf.state for leaf in self.attention])
+        mx.async_eval(arrays)
+        self.put_arrays(arrays)
 
     def _padded(self, array: mx.array) -> mx.array:
         missing = self.lengths.capacity - array.shape[2]
