@@ -100,7 +100,9 @@ class Answer:
         self.mode = pair.method if self.drafting else "plain"
         self._experience = pair.new_experience()
         self.policy = (
-            pair.width_policy(width, tree=tree, experience=self._experience) if self.drafting else FixedWidth(0)
+            pair.width_policy(width, tree=tree, experience=self._experience, prompt_tokens=len(prompt))
+            if self.drafting
+            else FixedWidth(0)
         )
         self.acceptance = Acceptance()
         self.tokens = self.cached_tokens = 0

@@ -111,7 +111,12 @@ class ModelPair:
         return {"block_size": self.block_size, "folders": self.folders, "dtype": self.dtype}
 
     def width_policy(
-        self, width: int | None = None, *, tree: bool = False, experience: Experience | None = None
+        self,
+        width: int | None = None,
+        *,
+        tree: bool = False,
+        experience: Experience | None = None,
+        prompt_tokens: int = 0,
     ) -> WidthPolicy:
         """A policy for one answer: always `width` drafts, in a chain or a `tree`, or by measured speed when None."""
         if width is not None:
@@ -123,7 +128,7 @@ class ModelPair:
                 raise UsageError("this pair's drafts cannot be a tree; leave `tree` out.")
             return FixedWidth(width, places=places if tree else 0)
         # A policy follows what rounds of its own answer take, so the costs are a copy, too.
-        costs = copy.deepcopy(self.round_costs())
+        costs = self.round_costs().after(prompt_tokens)
         assert self.drafter is not None
         by_confidence = self.drafter.drafts_on_host
         return choose_policy(

@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.loading import load_pair
 from dflash_mlx.pair import ModelPair
-from dflash_mlx.policy import costs, group_costs
+from dflash_mlx.policy import costs, group_costs, timing
 from dflash_mlx.runtime import backend
 
 
@@ -53,7 +53,7 @@ def demo_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def quick_measuring() -> Iterator[None]:
     """What a round costs is measured for as short as can be: 6 seconds for each of hundreds of tiny pairs add up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "_SECONDS_A_WIDTH", 0.01)
+        patch.setattr(timing, "_SECONDS_A_WIDTH", 0.01)
         patch.setattr(costs, "_SECONDS_TO_SPEND", 0.5)
         patch.setattr(costs, "_AGREEING", 1)
         patch.setattr(group_costs, "_SECONDS_A_POINT", 0.01)

@@ -117,6 +117,7 @@ class ConfidentWidth:
     def observe(self, round: Observation) -> None:
         if round.seconds is not None:
             self.costs.observe(round.seconds, round.width, round.drafted)
+        self.costs.depth += round.num_accepted + 1
         if round.drafted == 0:
             return
         self.confidence.observe(round.num_accepted, round.promised)

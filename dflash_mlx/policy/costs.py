@@ -1,46 +1,37 @@
 """What a round costs on this machine, by width: measured once for a pair and remembered on disk."""
 
-import statistics
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.decoding.accept import Greedy
-from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.engine import can_branch
-from dflash_mlx.decoding.fork import fork
-from dflash_mlx.decoding.policies import Choice
-from dflash_mlx.decoding.session import Session
-from dflash_mlx.decoding.steps import propose
 from dflash_mlx.decoding.tree import wide_sizes
 from dflash_mlx.drafters.contract import Drafter
-from dflash_mlx.drafters.ranking import BRANCHES, rank
 from dflash_mlx.policy.group import rising
 from dflash_mlx.policy.stored import fingerprint, read_json, store
+from dflash_mlx.policy.timing import Timer
 from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
-from dflash_mlx.policy.width import STEEP, FixedWidth, RoundCosts
-from dflash_mlx.runtime import backend
+from dflash_mlx.policy.width import DEEP, SHALLOW, STEEP, FixedWidth, RoundCosts
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 13
-_PROMPT_TOKENS = 64
-# Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and as many as take `_SECONDS_A_WIDTH` when nothing
-# stalls; a GPU stalls at first, while it compiles.
-_TIMED_ROUNDS, _MOST_ROUNDS = 3, 40
-_SECONDS_A_WIDTH = 0.2
-# One round that takes this long is enough: other work changes it little.
-_LONG_ROUND = 0.5
+_SCHEMA = 14
 # A round this much slower than a wider one, or than in another turn, was disturbed.
 _DISTURBED = 1.25
 # Everything is measured in turns, until so many have found the same, and in so many at the most.
 _AGREEING, _MOST_TURNS = 2, 4
-# A turn stops after about this long; widths not reached are interpolated.
-_SECONDS_TO_SPEND = 4.0
+# The share of rounds for which it need not be found twice.
+_MOST_FAR = 0.1
+# A turn takes a few times this long at most; widths not reached are interpolated.
+_SECONDS_TO_SPEND = 2.0
+# The fewest widths where rounds wait for their drafts, and the most where they do not: each may have to be compiled.
+_FEWEST, _FEW = 4, 10
+# In the order of `RoundCosts.tables`.
+_TABLES = "round_seconds", "deep_seconds", "draft_seconds"
 
 
 def load_or_measure(
@@ -97,32 +88,35 @@ def alike(turns: Sequence[PairCosts]) -> list[PairCosts]:
 def agree(turns: Sequence[PairCosts]) -> bool:
     """Whether enough turns timed the same rounds, and found for each round about the least time twice."""
     usual = alike(turns)
-    tables = _times([turn.chains for turn in usual]), _times([turn.trees for turn in usual if turn.trees is not None])
-    close = all(times[1] <= _DISTURBED * times[0] for table in tables for times in table.values() if len(times) > 1)
-    return len(usual) >= _AGREEING and close and plausible(least(usual))
+    chains, trees = [turn.chains for turn in usual], [turn.trees for turn in usual if turn.trees is not None]
+    tables = [_times([kind.round_seconds for kind in kinds]) for kinds in (chains, trees)]
+    twice = [times for table in tables for times in table.values() if len(times) > 1]
+    far = sum(times[1] > _DISTURBED * times[0] for times in twice)
+    return len(usual) >= _AGREEING and far <= _MOST_FAR * len(twice) and plausible(least(usual))
 
 
 def least(turns: Sequence[PairCosts]) -> PairCosts:
     """The least time of each round in turns that timed the same ones: other work and compiling only add time."""
 
     def lowest(kinds: list[RoundCosts]) -> RoundCosts:
-        return replace(kinds[-1], round_seconds={width: times[0] for width, times in _times(kinds).items()})
+        tables = zip(*(kind.tables for kind in kinds), strict=True)
+        return kinds[-1].with_tables(*({width: t[0] for width, t in _times(found).items()} for found in tables))
 
     trees = [turn.trees for turn in turns if turn.trees is not None]
     return PairCosts(lowest([turn.chains for turn in turns]), lowest(trees) if trees else None)
 
 
-def _times(kinds: Sequence[RoundCosts]) -> dict[int, list[float]]:
+def _times(tables: Sequence[dict[int, float]]) -> dict[int, list[float]]:
     """What some turns found for each width, the least time first."""
-    widths = dict.fromkeys(width for kind in kinds for width in kind.round_seconds)
-    return {width: sorted(k.round_seconds[width] for k in kinds if width in k.round_seconds) for width in widths}
+    widths = dict.fromkeys(width for table in tables for width in table)
+    return {width: sorted(table[width] for table in tables if width in table) for width in widths}
 
 
 def _smoothed(costs: PairCosts) -> PairCosts:
-    """With figures that never fall: a wider round does not take less time."""
+    """With figures that never fall: a wider round does not take less time, since nobody has to use what it drafts."""
 
     def smooth(kind: RoundCosts) -> RoundCosts:
-        return replace(kind, round_seconds=rising(kind.round_seconds))
+        return kind.with_tables(*(rising(table) if table else {} for table in kind.tables))
 
     return PairCosts(smooth(costs.chains), smooth(costs.trees) if costs.trees else None)
 
@@ -140,110 +134,88 @@ def plausible(costs: PairCosts) -> bool:
 
 
 def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
-    """Time real rounds of the decode loop at several widths, and drafts alone; the most telling widths first.
+    """Time real rounds of the decode loop at several widths and after two lengths of context, and drafts alone.
 
     Rounds are timed the way they will run: a chain's queued after the last one or, where width costs much, after
     waiting for the draft, by which its width is then chosen. Where trees pay there, they are all that is measured
     further.
     """
-    ends_at = time.perf_counter() + _SECONDS_TO_SPEND
-    places, session, read = block_size - 1, Session(target, drafter), Session(target, drafter)
-    read.feed([0] * _PROMPT_TOKENS)
-
-    def timed(width: int, *, tree: bool = False, waits: bool = False) -> float:
-        policy = FixedWidth(width, places=places if tree else 0, waits=waits)
-        return _round_seconds(session, policy)
-
-    chains = {width: timed(width) for width in {1, places}}
+    places, timer = block_size - 1, Timer(target, drafter, depth=SHALLOW)
+    chains = {width: timer.round(FixedWidth(width)) for width in (0, 1, places)}
     steep = chains[places] > STEEP * chains[1]
     trees: dict[int, float] = {}
     if can_branch(target, drafter):
-        seconds = timed(places, tree=True, waits=steep)
+        seconds = timer.round(FixedWidth(places, places=places, waits=steep))
         if seconds <= MOST_GAIN * chains[places]:
-            trees[places] = seconds
-    if steep and not trees:
-        chains.clear()
+            trees = {0: chains[0], places: seconds}
+    costs = PairCosts(
+        RoundCosts(chains, {}, steep=steep),
+        RoundCosts(trees, {}, steep=steep, places=places) if trees else None,
+    )
+    if steep:
+        deeper = Timer(target, drafter, depth=DEEP) if _may_reach(target, DEEP) else None
+        _measure_waiting(costs, places, timer, deeper)
+    else:
+        _measure_queued(costs, places, timer)
+    return costs
 
-    plain = timed(0)
-    chains[0] = plain
-    if trees:
-        trees[0] = plain
+
+def _may_reach(target: Target, depth: int) -> bool:
+    """Whether a context of so many tokens can be had without reading it, and rounds after it."""
+    return target.takes_rows() and (target.context_length is None or target.context_length >= 2 * depth)
+
+
+def _measure_queued(costs: PairCosts, places: int, timer: Timer) -> None:
+    """Where width costs little: a few widths of chains, and sizes of trees."""
+    ends_at = time.perf_counter() + _SECONDS_TO_SPEND
+    kinds = [kind for kind in (costs.chains, costs.trees) if kind is not None]
     drafts: dict[int, float] = {}
-    wide = wide_sizes(places)
-    for width in dict.fromkeys([places, 1, places // 2, wide[0], 3, wide[1], 2, 5, 4, 11]):
+    for width in _order(places)[:_FEW]:
         if len(drafts) >= 3 and time.perf_counter() > ends_at:
             break
-        if 0 < width <= places:
-            drafts[width] = _draft_seconds(read, width)
-            if width not in chains and not (steep and trees):
-                chains[width] = timed(width, waits=steep)
-        if trees and width not in trees and (width <= places or width in wide):
-            trees[width] = timed(width, tree=True, waits=steep)
-    return PairCosts(
-        RoundCosts(chains, drafts, steep=steep),
-        RoundCosts(trees, drafts, steep=steep, places=places) if trees else None,
-    )
+        if width <= places:
+            drafts[width] = timer.draft(width)
+        for kind in kinds:
+            if width not in kind.round_seconds and (kind.places or width <= places):
+                kind.round_seconds[width] = timer.round(FixedWidth(width, places=kind.places))
+    for kind in kinds:
+        kind.draft_seconds = drafts
 
 
-def _round_seconds(session: Session, policy: FixedWidth) -> float:
-    """A round after a prompt, which the session may hold already."""
-    session.rewind(_PROMPT_TOKENS - 1)
-    prompt = [i % session.target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
-    times: list[float] = []
-    steps = decode(
-        session,
-        prompt,
-        strategy=Greedy(),
-        policy=policy,
-        # As many tokens as rounds could gain, so that none is cut short.
-        max_tokens=(_MOST_ROUNDS + 3) * (max(policy.width, policy.places) + 1),
-        eos_ids=set(),
-    )
-    # The first step is the prompt's own.
-    next(steps)
-    last = time.perf_counter()
-    warm_up = 1 if backend().kind == "cpu" else 3
-    for _, _ in zip(range(_MOST_ROUNDS), steps, strict=False):
-        now = time.perf_counter()
-        times.append(now - last)
-        last = now
-        timed = times[warm_up:]
-        if timed and min(timed) > _LONG_ROUND:
-            break
-        if len(timed) >= _TIMED_ROUNDS and len(timed) * min(timed) > _SECONDS_A_WIDTH:
-            break
-    steps.close()
-    return statistics.median(times[warm_up:])
+def _measure_waiting(costs: PairCosts, places: int, timer: Timer, deeper: Timer | None) -> None:
+    """Where width costs much, and in steps: many numbers of drafts, or as many as there is time for."""
+    kind = costs.trees or costs.chains
+    affordable = max(_FEWEST, int(_SECONDS_TO_SPEND / kind.round_seconds[places]))
+    wide, widest = wide_sizes(places)
+    widths = [width for width in _order(places) if width <= places or (kind.places and width == wide)][:affordable]
+    drafts = {width: timer.draft(width) for width in widths if width <= places}
+    costs.chains.draft_seconds = kind.draft_seconds = drafts
+
+    def seconds(timer: Timer, widths: Sequence[int]) -> dict[int, float]:
+        """Of rounds, a chain's with a draft of its own width. All were made after a draft of all places."""
+        times = timer.in_turns(widths, places=places, tree=widest if kind.places else 0)
+        return times if kind.places else {w: times[w] - drafts[places] + drafts[w] for w in widths}
+
+    kind.round_seconds = {0: kind.round_seconds[0], **seconds(timer, widths)}
+    if kind.round_seconds.get(wide, math.inf) < STEEP * kind.round_seconds[places]:
+        kind.round_seconds |= seconds(timer, [widest])
+    if deeper is not None:
+        few = sorted({1, places // 2, places} & set(widths))
+        kind.deep_seconds = {0: deeper.round(FixedWidth(0)), **seconds(deeper, few)}
 
 
-def _draft_seconds(read: Session, width: int) -> float:
-    """A draft with its candidates after what was `read`, alone; less than the difference between two rounds, which
-    overlap."""
-    assert read.drafter is not None
-    state = read.drafter.open(read.target, fork(read, _PROMPT_TOKENS).draft_cache, _PROMPT_TOKENS)
-    at, anchors = mx.array([_PROMPT_TOKENS]), mx.array([0])
-    times = []
-    for _ in range(1 + _TIMED_ROUNDS):
-        started = time.perf_counter()
-        drafted = propose([None], state, Choice(width), anchors=anchors, at=at, room=_PROMPT_TOKENS + width + 1)
-        ids = state.vocabulary.token_ids if state.vocabulary else None
-        mx.eval(drafted.tokens, rank(drafted.logits[0], BRANCHES, ids).log_probs if drafted.logits is not None else [])
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+def _order(places: int) -> list[int]:
+    """Numbers of drafts in the order in which they are measured, the most telling ones first."""
+    wide, widest = wide_sizes(places)
+    # Kernels take rows in fours, fives, eights or sixteens, and one row more may take another pass over the weights.
+    order = [places, 1, places // 2, wide, 3, widest, 2, 5, 4, 11, 8, 9, 12]
+    return [width for width in dict.fromkeys(order) if 0 < width <= places or width in (wide, widest)]
 
 
 def _to_json(costs: RoundCosts) -> dict[str, Any]:
-    return {
-        "round_seconds": costs.round_seconds,
-        "draft_seconds": costs.draft_seconds,
-        "steep": costs.steep,
-        "places": costs.places,
-    }
+    return {**dict(zip(_TABLES, costs.tables, strict=True)), "steep": costs.steep, "places": costs.places}
 
 
 def _from_json(stored: dict[str, Any]) -> RoundCosts:
-    rounds, drafts = (
-        {int(width): float(seconds) for width, seconds in stored[name].items()}
-        for name in ("round_seconds", "draft_seconds")
-    )
-    return RoundCosts(rounds, drafts, steep=bool(stored["steep"]), places=int(stored["places"]))
+    tables = ({int(width): float(seconds) for width, seconds in stored[name].items()} for name in _TABLES)
+    return RoundCosts({}, {}, steep=bool(stored["steep"]), places=int(stored["places"])).with_tables(*tables)

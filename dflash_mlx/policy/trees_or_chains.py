@@ -5,6 +5,7 @@ are compared with chains while they are used: the drafter's probabilities say wh
 was measured. While chains are used, nothing is known of trees, so now and then a few rounds go to them.
 """
 
+import copy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -33,6 +34,14 @@ class PairCosts:
 
     chains: RoundCosts
     trees: RoundCosts | None = None
+
+    def after(self, tokens: int) -> "PairCosts":
+        """A copy for an answer that begins after so many tokens, which it may change."""
+        costs = copy.deepcopy(self)
+        for kind in (costs.chains, costs.trees):
+            if kind is not None:
+                kind.depth = tokens
+        return costs
 
     @property
     def too_high(self) -> bool:

@@ -12,12 +12,14 @@ Where both are open, with trees, trees_or_chains.py decides. Where drafting does
 again later.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from dflash_mlx.decoding.policies import Choice, Forecast, Observation
 from dflash_mlx.policy.pauses import Patience, Pauses
 
+# Tokens of context after which rounds are measured.
+SHALLOW, DEEP = 64, 1024
 # How much one more round lets the past fade: a memory of about 25 rounds.
 FADE = 0.96
 # Weight, in observations, of the assumption that a position is kept as often as the one before it.
@@ -69,27 +71,42 @@ _TOO_HIGH = 0.85
 class RoundCosts:
     """Seconds a round takes by width, and its draft's share by places; measured at some and interpolated between.
 
+    round_seconds: after `SHALLOW` tokens of context; deep_seconds: after `DEEP`, at few widths, where it was measured.
     steep: width costs much (more than `STEEP`). places: rounds were measured as trees of drafts at this many places,
-    and are to be trees; 0: as chains. `observe` keeps the totals up to date while rounds are timed.
+    and are to be trees; 0: as chains. depth: tokens of context now. `observe` keeps the totals up to date while rounds
+    are timed.
     """
 
     round_seconds: dict[int, float]
     draft_seconds: dict[int, float]
     steep: bool
     places: int = 0
+    deep_seconds: dict[int, float] = field(default_factory=dict)
+    depth: int = SHALLOW
     _drift: float = 1.0
 
     def round(self, width: int, *, drafted: int | None = None) -> float:
         """A round that verifies `width` drafts of `drafted` places (as many as when it was measured, when None)."""
         measured = (self.places or width) if width else 0
         drafted = measured if drafted is None else drafted
-        extra = self._draft(drafted) - self._draft(measured)
+        extra = self._draft(drafted) - self._draft(measured) + self._deeper(width)
         return (_interpolate(self.round_seconds, width) + extra) * self._drift
 
     def observe(self, seconds: float, width: int, drafted: int) -> None:
         """Follow slow changes (a warm machine, a longer context); a single outlier counts little."""
         ratio = seconds / self.round(width, drafted=drafted)
         self._drift *= min(max(ratio, 0.5), 2.0) ** 0.05
+
+    @property
+    def tables(self) -> tuple[dict[int, float], ...]:
+        """What was measured."""
+        return self.round_seconds, self.deep_seconds, self.draft_seconds
+
+    def with_tables(
+        self, round_seconds: dict[int, float], deep_seconds: dict[int, float], draft_seconds: dict[int, float]
+    ) -> "RoundCosts":
+        """The same with other figures, in the order of `tables`."""
+        return replace(self, round_seconds=round_seconds, deep_seconds=deep_seconds, draft_seconds=draft_seconds)
 
     @property
     def too_high(self) -> bool:
@@ -102,6 +119,13 @@ class RoundCosts:
 
     def _draft(self, width: int) -> float:
         return _interpolate(self.draft_seconds, width) if width else 0.0
+
+    def _deeper(self, width: int) -> float:
+        """What a round takes longer than after a short context; it is taken to grow evenly."""
+        if not self.deep_seconds:
+            return 0.0
+        more = _interpolate(self.deep_seconds, width) - _interpolate(self.round_seconds, width)
+        return max(0.0, more) * max(0, self.depth - SHALLOW) / (DEEP - SHALLOW)
 
 
 def _interpolate(table: dict[int, float], width: int) -> float:

@@ -1,16 +1,12 @@
 """Costs of a round: measured by real rounds, remembered on disk, and not when something disturbed them."""
 
-from itertools import accumulate, chain
-from types import SimpleNamespace
-
 import mlx.core as mx
 import pytest
 from tiny import tiny_drafter, tiny_target
 
-from dflash_mlx.decoding.session import Session
 from dflash_mlx.policy import costs
 from dflash_mlx.policy.trees_or_chains import PairCosts
-from dflash_mlx.policy.width import RoundCosts
+from dflash_mlx.policy.width import DEEP, SHALLOW, RoundCosts
 
 
 @pytest.fixture
@@ -27,14 +23,38 @@ def stored(tmp_path):
 WIDTHS = {0, 1, 3, 7}
 
 
+class Machine:
+    """In the place of `Timer`: rounds take what `seconds(width, branches=, waits=, depth=)` says."""
+
+    def __init__(self, seconds, depth):
+        self.seconds, self.depth = seconds, depth
+
+    def round(self, policy):
+        return self.seconds(policy.width, branches=policy.branches, waits=policy.waits, depth=self.depth)
+
+    def in_turns(self, widths, *, places, tree):
+        """After a draft of all places."""
+        more = 0 if tree else self.draft(places)
+        return {
+            width: self.seconds(width, branches=tree > 0, waits=True, depth=self.depth)
+            + (more - self.draft(width) if more else 0)
+            for width in widths
+        }
+
+    def draft(self, places):
+        return 0.1 + 0.01 * places
+
+
 @pytest.fixture
 def machine(monkeypatch):
-    """Has rounds take what `seconds(policy)` says; measures a pair by it."""
+    """Measures a pair by what rounds are said to take."""
 
-    def measure(seconds, *, trees=True):
-        target = tiny_target("llama")
+    def measure(seconds, *, trees=True, **changes):
+        target = tiny_target("llama", **changes)
         monkeypatch.setattr(target, "_trees", trees)
-        monkeypatch.setattr(costs, "_round_seconds", lambda session, policy: seconds(policy))
+        monkeypatch.setattr(costs, "Timer", lambda target, drafter, depth: Machine(seconds, depth))
+        # However slow the rounds are.
+        monkeypatch.setattr(costs, "_SECONDS_TO_SPEND", 3000.0)
         return costs.measure(target, tiny_drafter(), block_size=8)
 
     return measure
@@ -62,27 +82,88 @@ def test_every_kind_of_round_is_timed(trees, monkeypatch):
 
 def test_rounds_are_timed_the_way_they_will_run(machine):
     """Chains wait for their drafts where width costs much, and there trees take their place."""
-    flat = machine(lambda policy: 5.0 + 0.5 * policy.waits + policy.branches if policy.width else 3.0)
-    assert not flat.chains.steep
-    assert {flat.chains.round(width) for width in WIDTHS - {0}} == {5.0}
-    assert {flat.trees.round(width) for width in (1, 3, 7, 15, 31)} == {6.0}
-    assert flat.chains.plain == flat.trees.plain == 3.0
 
-    def steep(policy):
-        return 5.0 + policy.width + 0.5 * policy.waits if policy.width else 3.0
+    def flat(width, *, branches, waits, depth):
+        return 5.0 + 0.5 * waits + branches if width else 3.0
+
+    measured = machine(flat)
+    assert not measured.chains.steep
+    assert {measured.chains.round(width) for width in WIDTHS - {0}} == {5.0}
+    assert {measured.trees.round(width) for width in (1, 3, 7, 15, 31)} == {6.0}
+    assert measured.chains.plain == measured.trees.plain == 3.0
+
+    def steep(width, *, branches, waits, depth):
+        return 5.0 + width + 0.5 * waits if width else 3.0
 
     chains = machine(steep, trees=False)
     assert chains.chains.steep
     assert chains.trees is None
-    assert [chains.chains.round(width) for width in (1, 7)] == [6.5, 12.5]
+    assert [chains.chains.round(width) for width in (0, 1, 2, 7)] == pytest.approx([3.0, 6.5, 7.5, 12.5])
     both = machine(steep)
     assert both.trees.steep
-    assert [both.trees.round(width) for width in (0, 1, 7, 15, 31)] == [3.0, 6.5, 12.5, 20.5, 36.5]
+    assert [both.trees.round(width) for width in (0, 1, 2, 7, 15)] == [3.0, 6.5, 7.5, 12.5, 20.5]
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_where_width_costs_much_its_steps_are_found(trees, machine):
+    """Another four rows take another pass over the weights."""
+
+    def seconds(width, *, branches, waits, depth):
+        return 10.0 + 5.0 * (width // 4)
+
+    kind = machine(seconds, trees=trees)
+    kind = kind.trees if trees else kind.chains
+    assert [kind.round(width) for width in range(8)] == pytest.approx([10.0] * 4 + [15.0] * 4)
+    assert kind.round_seconds.keys() == {*range(6), 7, *((15,) if trees else ())}
+
+
+def test_larger_trees_are_timed_where_they_cost_little(machine):
+    """Of the largest it is known before that they would be slower still."""
+
+    def rising(by):
+        return lambda width, *, branches, waits, depth: 10.0 + 3.0 * min(width, 7) + by * max(0, width - 7)
+
+    assert machine(rising(0.1)).trees.round_seconds.keys() >= {15, 31}
+    assert max(machine(rising(3.0)).trees.round_seconds) == 15
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_rounds_are_timed_after_two_lengths_of_context(trees, machine):
+    def seconds(width, *, branches, waits, depth):
+        return 10.0 + width + 0.001 * depth * (1 + width)
+
+    for context, known in ((8192, True), (1500, False)):
+        found = machine(seconds, trees=trees, max_position_embeddings=context)
+        for depth in (SHALLOW, 544, DEEP, 2048):
+            costs = found.after(depth)
+            kind = costs.trees if trees else costs.chains
+            for width in WIDTHS:
+                expected = seconds(width, branches=False, waits=True, depth=depth if known else SHALLOW)
+                assert kind.round(width) == pytest.approx(expected)
+        assert found.chains.depth == SHALLOW
+
+
+def test_widths_that_take_too_long_are_left_out(machine, monkeypatch):
+    def seconds(width, *, branches, waits, depth):
+        return 1.0 + width
+
+    measured = machine(seconds)
+    assert len(measured.trees.round_seconds) > 6
+    monkeypatch.setattr(costs, "_FEWEST", 3)
+    target = tiny_target("llama")
+    monkeypatch.setattr(target, "_trees", True)
+    monkeypatch.setattr(costs, "_SECONDS_TO_SPEND", 1.0)
+    few = costs.measure(target, tiny_drafter(), block_size=8)
+    assert few.trees.round_seconds.keys() == {0, 1, 3, 7}
+    assert few.trees.round(5) == pytest.approx(6.0)
 
 
 def test_trees_that_take_far_too_long_are_left_out(machine):
-    assert machine(lambda policy: 5.0 * (1 + 0.7 * policy.branches)).trees is None
-    assert machine(lambda policy: 5.0 * (1 + 0.5 * policy.branches)).trees is not None
+    def dearer(by):
+        return lambda width, *, branches, waits, depth: 5.0 * (1 + by * branches)
+
+    assert machine(dearer(0.7)).trees is None
+    assert machine(dearer(0.5)).trees is not None
 
 
 @pytest.mark.parametrize("trees", [True, None])
@@ -170,48 +251,3 @@ def test_a_measurement_is_of_the_pairs_own_block(load, monkeypatch):
     monkeypatch.setattr(costs, "measure", measure)
     load()
     assert asked == [8]
-
-
-def clock(monkeypatch, spans):
-    """Have each two looks at the clock be so far apart."""
-    ticks = accumulate(chain.from_iterable((0.0, span) for span in spans))
-    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-
-
-@pytest.mark.parametrize(("kind", "warm_up"), [("cpu", 1), ("metal", 3)])
-@pytest.mark.parametrize(
-    ("seconds", "timed"),
-    [
-        (1.0, 1),  # very slow ones: one
-        (0.4, 3),  # slow ones: three
-        (0.0625, 4),  # quick ones: until a fifth of a second is full
-        (0.001, 40),  # and 40 rounds in all at the most
-    ],
-)
-def test_as_many_rounds_are_timed_as_are_telling(seconds, timed, kind, warm_up, monkeypatch):
-    """The first ones are slower and do not count."""
-    now, rounds = 0.0, 0
-
-    def decode(*_, **__):
-        nonlocal now, rounds
-        yield "the prompt's own step"
-        while True:
-            rounds += 1
-            now += seconds if rounds > warm_up else 100.0
-            yield "a round"
-
-    monkeypatch.setattr(costs, "decode", decode)
-    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(costs, "backend", lambda: SimpleNamespace(kind=kind))
-    # Other tests measure for a shorter time.
-    monkeypatch.setattr(costs, "_SECONDS_A_WIDTH", 0.2)
-    found = costs._round_seconds(Session(tiny_target("llama"), tiny_drafter()), costs.FixedWidth(3))
-    assert found == pytest.approx(seconds)
-    assert rounds == min(warm_up + timed, 40)
-
-
-def test_a_drafts_time_is_the_median_after_the_first(monkeypatch):
-    clock(monkeypatch, [50.0, 1.0, 4.0, 2.0])
-    session = Session(tiny_target("llama"), tiny_drafter())
-    session.feed([0] * 64)
-    assert costs._draft_seconds(session, 3) == 2.0

@@ -1,0 +1,141 @@
+"""Timing rounds of the decode loop on this machine, the way they will run.
+
+A round's time depends on shapes and not on what is computed, so the context is rows of zeros and nothing is read.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import mlx.core as mx
+
+from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.batch import Batch
+from dflash_mlx.decoding.engine import Engine
+from dflash_mlx.decoding.lane import Lane
+from dflash_mlx.decoding.policies import Choice, Forecast, Observation, WidthPolicy
+from dflash_mlx.decoding.session import Session
+from dflash_mlx.decoding.steps import propose
+from dflash_mlx.drafters.contract import Drafter, DraftState
+from dflash_mlx.drafters.ranking import BRANCHES, rank
+from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.runtime import backend
+from dflash_mlx.targets.target import Target
+
+# Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and as many as take `_SECONDS_A_WIDTH` when nothing
+# stalls; a GPU stalls at first, while it compiles.
+_TIMED_ROUNDS, _MOST_ROUNDS = 3, 40
+_SECONDS_A_WIDTH = 0.2
+# Of those that change their width every few rounds.
+_TIMED_IN_TURN = 2
+# One round that takes this long is enough: other work changes it little.
+_LONG_ROUND = 0.5
+# No answer ends before it was timed.
+_TOKENS = 1 << 20
+
+
+class Timer:
+    """Times rounds and drafts of a target and a drafter, after `depth` tokens of context."""
+
+    def __init__(self, target: Target, drafter: Drafter, *, depth: int) -> None:
+        self.target, self.drafter, self.depth = target, drafter, depth
+        self._read: Session | None = None
+
+    def round(self, policy: FixedWidth) -> float:
+        """Rounds of one kind after one another, the median of some."""
+        engine, times = self._engine(policy), []
+        warm_up = 1 if backend().kind == "cpu" else 3
+        # The first one is the prompt's own.
+        engine.advance()
+        for _ in range(_MOST_ROUNDS):
+            times.append(_seconds_of(engine))
+            timed = times[warm_up:]
+            if timed and min(timed) > _LONG_ROUND:
+                break
+            if len(timed) >= _TIMED_ROUNDS and len(timed) * min(timed) > _SECONDS_A_WIDTH:
+                break
+        _end(engine)
+        return statistics.median(times[warm_up:])
+
+    def in_turns(self, widths: Sequence[int], *, places: int, tree: int) -> dict[int, float]:
+        """Rounds of each width, of chains or of a tree of at most so many drafts. All wait for drafts of all places.
+
+        A round's time is that between two looks at its like: on its way there the next one is launched, and MLX may
+        take until then to do the first.
+        """
+        policy = _InTurns([width for width in widths for _ in range(1 + _TIMED_IN_TURN)], places=places, tree=tree)
+        engine = self._engine(policy)
+        # The prompt's own round, at whose end the first one is launched.
+        engine.advance()
+        times = [_seconds_of(engine) for _ in policy.widths]
+        _end(engine)
+        kinds = list(zip(times, pairwise(policy.widths), strict=False))
+        return {width: statistics.mean(took for took, kind in kinds if kind == (width, width)) for width in widths}
+
+    def draft(self, places: int) -> float:
+        """A draft with its candidates, alone; less than the difference between two rounds, which overlap."""
+        state, at, anchors, times = self._draft_state(), mx.array([self.depth]), mx.array([0]), []
+        for _ in range(1 + _TIMED_ROUNDS):
+            started = time.perf_counter()
+            drafted = propose([None], state, Choice(places), anchors=anchors, at=at, room=self.depth + places + 1)
+            ids = state.vocabulary.token_ids if state.vocabulary else None
+            ranked = [rank(drafted.logits[0], BRANCHES, ids).log_probs] if drafted.logits is not None else []
+            mx.eval(drafted.tokens, ranked)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
+
+    def _draft_state(self) -> DraftState:
+        return self.drafter.blank(self.target, 1, self.depth)
+
+    def _engine(self, policy: WidthPolicy) -> Engine:
+        """An answer that is about to begin."""
+        engine, session = Engine(self.target, self.drafter), Session(self.target, self.drafter, ends_with_answer=True)
+        prompt = [i % self.target.vocab_size for i in range(self.depth + 1)]
+        in_rows = self.target.takes_rows()
+        if in_rows:
+            session.tokens = prompt[:-1]
+        else:
+            session.feed(prompt[:-1])
+        lane = Lane(session=session, prompt=prompt, strategy=Greedy(), policy=policy, max_tokens=_TOKENS, eos_ids=set())
+        if not in_rows:
+            engine.join(lane)
+            return engine
+        batch = Batch(self.target, self.drafter)
+        batch.caches, batch.state = self.target.blank_rows(1, self.depth), self._draft_state()
+        batch.begin([lane])
+        engine.join_all(batch)
+        return engine
+
+
+def _seconds_of(engine: Engine) -> float:
+    started = time.perf_counter()
+    engine.advance()
+    return time.perf_counter() - started
+
+
+def _end(engine: Engine) -> None:
+    for lane in engine.lanes:
+        engine.leave(lane)
+
+
+class _InTurns:
+    """Rounds of these widths, one after another."""
+
+    def __init__(self, widths: Sequence[int], *, places: int, tree: int) -> None:
+        self.widths, self.places, self.tree = widths, places, tree
+        self.branches = tree > 0
+        self._next = 0
+
+    def next_round(self, *, may_branch: bool) -> Choice:
+        return Choice(self.places, tree=self.tree if may_branch else 0)
+
+    def choose(self, forecast: Forecast) -> int:
+        width, self._next = self.widths[self._next % len(self.widths)], self._next + 1
+        return width
+
+    def observe(self, round: Observation) -> None:
+        pass
+
+    def take_notice(self) -> str | None:
+        return None
