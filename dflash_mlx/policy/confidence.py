@@ -12,6 +12,8 @@ from dflash_mlx.policy.width import FADE, RoundCosts
 
 # Drafts for which the drafter's confidence is taken at its word at first.
 _PRIOR_DRAFTS = 20.0
+# How sure a place that was not drafted is taken to be, times the one before it.
+_LESS_SURE = 0.9
 # How much the worth of drafting a number of places fades in a round: a memory of about 5.
 _PLACES_FADE = 0.8
 
@@ -98,16 +100,19 @@ class ConfidentWidth:
         }
         if drafted and self.costs.steep:
             self._weigh_places(forecast.best, speed)
-        return max(values, key=lambda width: values[width])
+        best = max(values, key=lambda width: values[width])
+        self.pauses.note_use(best > 0, cost=self.costs.round(0, drafted=drafted) / self.costs.plain - 1)
+        return best
 
     def _weigh_places(self, best: np.ndarray, speed: float) -> None:
         """Note what drafting any number of places would have been worth in this round, with chains.
 
-        Places that were not drafted are taken to be as sure as the last one that was.
+        Places that were not drafted are taken to be a little less sure, each, than the one before.
         """
         now, costs, places = self.confidence, self.costs, range(self.places + 1)
         sure = np.minimum(best * now.calibration, SUREST)
-        sure = np.concatenate([sure, np.full(self.places - len(sure), sure[-1])])
+        further = sure[-1] * _LESS_SURE ** np.arange(1, self.places - len(sure) + 1)
+        sure = np.concatenate([sure, further])
         gains = np.concatenate([[0.0], np.cumprod(sure).cumsum()])
         worth = 1.0 + gains - speed * np.array([costs.round(width, drafted=0) for width in places])
         drafting = np.array([costs.round(0, drafted=drafted) for drafted in places]) - costs.plain

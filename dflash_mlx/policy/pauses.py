@@ -9,6 +9,11 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
 _FADE = 0.95
 # Standard errors by which the mean of the rounds may be off: pauses about one time in ten where drafting gains a fifth.
 _ERRORS = 1.5
+# The time that drafts may take without being used, in plain steps, before drafting rests, and the rests' lengths.
+_MAX_UNUSED = 0.75
+_FIRST_REST, _LONGEST_REST = 16, 256
+# Tokens of a rest of which the user is told, once an answer.
+_WORTH_SAYING = 64
 # Before anything is seen, a round's tokens are taken to vary this much; weighs as much as this many rounds.
 _VARIANCE, _VARIANCE_WEIGHT = 1.0, 4.0
 
@@ -17,10 +22,12 @@ _VARIANCE, _VARIANCE_WEIGHT = 1.0, 4.0
 class Patience:
     """What an answer leaves to the next one: whether drafting has `failed`, that is paused, and not paid since.
 
-    Then it may lose half as much time before it pauses, and chance is less of an excuse.
+    Then it may lose half as much time before it pauses, and chance is less of an excuse. rest: tokens of the next rest
+    from drafts that are not used.
     """
 
     failed: bool = False
+    rest: int = _FIRST_REST
 
     @property
     def limit(self) -> float:
@@ -45,6 +52,9 @@ class Pauses:
         self.notice: str | None = None
         self._length = _FIRST_PAUSE
         self._loss = 0.0
+        # Time that drafts took since the last ones that were used. After rests, the first try decides.
+        self._unused = 0.0 if self.patience.rest == _FIRST_REST else _MAX_UNUSED
+        self._said = False
         # Decayed sums over rounds: how many, their tokens, squared tokens and seconds.
         self._rounds = self._tokens = self._squares = self._seconds = 0.0
 
@@ -78,6 +88,24 @@ class Pauses:
         # The next try judges by what it sees then.
         self.patience.failed = True
         self._loss = self._rounds = self._tokens = self._squares = self._seconds = 0.0
+
+    def note_use(self, used: bool, *, cost: float) -> None:
+        """Note whether any of a round's drafts were verified, which took `cost` plain steps to make.
+
+        If they were not, again and again, drafting rests, longer each time.
+        """
+        if used:
+            self._unused, self.patience.rest = 0.0, _FIRST_REST
+            return
+        self._unused += cost
+        if self._unused > _MAX_UNUSED:
+            self._unused, self.resting = _MAX_UNUSED, max(self.resting, self.patience.rest)
+            self.patience.rest = min(2 * self.patience.rest, _LONGEST_REST)
+            if self.resting >= _WORTH_SAYING and not self._said:
+                self._said = True
+                self.notice = (
+                    f"drafting paused for {self.resting} tokens: lately no draft was likely to be worth its time"
+                )
 
     def take_rest(self) -> bool:
         """Whether the next round should be a plain one."""

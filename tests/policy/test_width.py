@@ -217,7 +217,7 @@ def test_policies_come_close_to_the_best_fixed_width(costs, chance):
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.2])
 @pytest.mark.parametrize("costs", [FLAT, STEEP], ids=["flat", "steep"])
 def test_hopeless_drafts_cost_little(costs, chance):
-    """Where no draft is worth it, the loss against plain decoding stays under 5 % and the user is told."""
+    """Where no draft is worth it, the loss against plain decoding stays under 3 % and the user is told."""
     policy = policy_for(costs)
     notices = []
     observe = policy.observe
@@ -227,7 +227,7 @@ def test_hopeless_drafts_cost_little(costs, chance):
         notices.append(policy.take_notice())
 
     policy.observe = watched
-    assert simulate(policy, costs, chance, 2000) > 0.95 / costs.plain
+    assert simulate(policy, costs, chance, 2000) > 0.97 / costs.plain
     assert any(notice and "paused" in notice for notice in notices)
 
 
@@ -347,6 +347,11 @@ def test_a_pause_comes_before_much_is_lost():
     assert rounds <= 6
 
 
+def next_drafted(policy):
+    """The next choice that is not a rest."""
+    return next(choice for choice in iter(lambda: policy.next_round(may_branch=False), None) if choice.places)
+
+
 def test_as_many_places_are_drafted_as_would_have_been_worth_their_time():
     """Drafts take a tenth of a plain step each. What an answer found is what the next one begins with."""
     costs = RoundCosts(
@@ -356,11 +361,11 @@ def test_as_many_places_are_drafted_as_would_have_been_worth_their_time():
     for right, expected in ((0, 1), (3, 3), (6, 6)):
         policy = ConfidentWidth(copy(costs), 15, confidence)
         for _ in range(30):
-            choice = policy.next_round(may_branch=False)
+            choice = next_drafted(policy)
             tree, forecast = drafts_of(policy, choice, np.array([[0.97]] * right + [[0.02]] * 15))
             kept = min(right, tree.size)
             policy.observe(observed(choice, tree, forecast, range(kept + 1), None))
         # Now and then one or two more, which tell whether more would be worth it.
-        assert expected <= policy.next_round(may_branch=False).places <= expected + 2
+        assert expected <= next_drafted(policy).places <= expected + 2
     assert 6 <= ConfidentWidth(copy(costs), 15, confidence).next_round(may_branch=False).places <= 8
     assert ConfidentWidth(copy(costs), 15).next_round(may_branch=False).places == 15 // 2
