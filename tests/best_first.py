@@ -9,7 +9,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.decoding.tree import SUREST, DraftTree
+from dflash_mlx.decoding.tree import DraftTree
+from dflash_mlx.tree_steps import SUREST
 
 
 class Node(NamedTuple):

@@ -149,7 +149,8 @@ class Engine:
         assert batch.state is not None
         room = max(batch.bounds) + 1 + choice.places
         drafted = propose(batch.rows, batch.state, choice, anchors=batch.anchors, at=batch.at, room=room)
-        chances = consider(batch.rows, drafted, batch.state.vocabulary, batch.at, choice)
+        vocabulary, steps = batch.state.vocabulary, self.target.tree_steps
+        chances = consider(batch.rows, drafted, vocabulary, batch.at, choice, steps=steps)
         return Drafts(drafted.tokens, drafted.proposals, chances=chances)
 
     def _absorb(self, current: Round) -> None:

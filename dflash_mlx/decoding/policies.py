@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dflash_mlx.decoding.tree import SUREST
+from dflash_mlx.tree_steps import SUREST
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from dflash_mlx.decoding.tree import DraftTree, Likeliest, LikeliestGrown, likel
 from dflash_mlx.drafters.contract import Drafted, DraftState, DraftVocabulary, Nobody, Proposal
 from dflash_mlx.drafters.ranking import BRANCHES, Ranking, rank
 from dflash_mlx.sampling import LogitsProcessor
+from dflash_mlx.tree_steps import PLAIN, TreeSteps
 
 Lanes = Sequence[Lane | None]
 
@@ -145,17 +146,23 @@ def propose(lanes: Lanes, state: DraftState, choice: Choice, *, anchors: mx.arra
 
 
 def consider(
-    lanes: Lanes, drafted: Drafted, vocabulary: DraftVocabulary | None, at: mx.array, choice: Choice
+    lanes: Lanes,
+    drafted: Drafted,
+    vocabulary: DraftVocabulary | None,
+    at: mx.array,
+    choice: Choice,
+    *,
+    steps: TreeSteps = PLAIN,
 ) -> Chances | None:
     """How likely the drafts are, where the choice is a tree, of a single lane, or waits for their chances.
 
-    The chance that a chain is kept is that of its places' best tokens.
+    The chance that a chain is kept is that of its places' best tokens. steps: how trees are computed.
     """
     if choice.tree:
         [lane] = lanes
         assert lane is not None
         if drafted.grown is not None:
-            grown = likeliest_grown(drafted.grown, choice.tree, scale=choice.scale)
+            grown = likeliest_grown(drafted.grown, choice.tree, scale=choice.scale, steps=steps)
             return Chances(mx.exp(drafted.confidence), grown, choice.scale)
         if drafted.logits is None:
             # One token a place, so that the tree is a chain.
@@ -163,9 +170,9 @@ def consider(
             ranking = Ranking(drafted.tokens.reshape(-1, 1), drafted.log_probs.reshape(-1, 1))
         else:
             preferences = for_trees(lane.strategy).preferences(drafted.logits[0], at[0] + 1, vocabulary)
-            ranking = rank(preferences, BRANCHES, vocabulary.token_ids if vocabulary else None)
+            ranking = rank(preferences, BRANCHES, vocabulary.token_ids if vocabulary else None, steps=steps)
         best = mx.exp(ranking.log_probs[:, 0])[None]
-        return Chances(best, likeliest(ranking, choice.tree, scale=choice.scale), choice.scale)
+        return Chances(best, likeliest(ranking, choice.tree, scale=choice.scale, steps=steps), choice.scale)
     return Chances(mx.exp(drafted.confidence), scale=choice.scale) if choice.waits else None
 
 

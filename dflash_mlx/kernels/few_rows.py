@@ -33,6 +33,7 @@ from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work, se
 from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
 from dflash_mlx.kernels.race import Report, is_faster, take_turns
 from dflash_mlx.kernels.rows_attention import layers as rows_attention
+from dflash_mlx.kernels.tree_steps import launches as tree_steps
 from dflash_mlx.policy.stored import name_by_files, read_json, store
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
@@ -40,7 +41,7 @@ from dflash_mlx.targets.loading import activation_dtype
 from dflash_mlx.targets.target import Target
 
 # A round's rows, for which things are measured, and more, of several answers, for which the linear kernel is tried.
-_ROUND, _MORE_ROWS = 16, (64, 256)
+_ROUND, _MORE_ROWS = 16, (32, 64, 256)
 # How often each way is timed.
 _TURNS = 4
 # How products of rows and passes are made: whether passes are replayed, and up to how many rows the kernel is used.
@@ -98,6 +99,8 @@ def use_where_faster(
         )
         target.kernels, notes = "; ".join(filter(None, (products, attention))), notes + more
     layers = _layers(target, drafter) if kernels and kind == "cuda" and drafter is not None else []
+    if layers and tree_steps.work():
+        target.tree_steps = tree_steps.KERNELS
 
     def switch(way: Way) -> None:
         set_few_rows(layers, way[1])

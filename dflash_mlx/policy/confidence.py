@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_mlx.decoding.policies import Choice, Forecast, Observation
-from dflash_mlx.decoding.tree import SUREST
 from dflash_mlx.policy.pauses import Patience, Pauses
 from dflash_mlx.policy.width import FADE, RoundCosts
+from dflash_mlx.tree_steps import SUREST
 
 # Drafts for which the drafter's confidence is taken at its word at first.
 _PRIOR_DRAFTS = 20.0

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dflash_mlx.decoding.policies import Choice, RoundReport
-from dflash_mlx.decoding.tree import SUREST
 from dflash_mlx.policy.pauses import Pauses
 from dflash_mlx.policy.width import FADE, FEW_WIDTHS, AcceptanceEstimate
+from dflash_mlx.tree_steps import SUREST
 
 # From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait: the
 # host has much to do for many lanes, and then does it while the device is idle.

@@ -80,7 +80,9 @@ class Timer:
             started = time.perf_counter()
             drafted = propose([None], state, Choice(places), anchors=anchors, at=at, room=self.depth + places + 1)
             ids = state.vocabulary.token_ids if state.vocabulary else None
-            ranked = [rank(drafted.logits[0], BRANCHES, ids).log_probs] if drafted.logits is not None else []
+            ranked = []
+            if drafted.logits is not None:
+                ranked.append(rank(drafted.logits[0], BRANCHES, ids, steps=self.target.tree_steps).log_probs)
             mx.eval(drafted.tokens, ranked)
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])

@@ -22,6 +22,7 @@ from dflash_mlx.ranks.mirror import Mirrored, mirrored
 from dflash_mlx.targets.parts import EMBEDDINGS, FINAL_NORMS, HEADS, candidates, embedding_scale, head_rows
 from dflash_mlx.targets.taps import tapped
 from dflash_mlx.targets.whole_layers import Attempting, WholeLayers
+from dflash_mlx.tree_steps import PLAIN, TreeSteps
 
 P = TypeVar("P")
 
@@ -44,8 +45,9 @@ class Target(Mirrored):
     _heads: dict[tuple[int, ...], Callable[[mx.array], mx.array]] = field(default_factory=dict)
     _passes: dict[tuple[int, ...], Pass] = field(default_factory=dict)
     replays: bool = False
-    # Which kernels its layers use instead of MLX's operations.
+    # Which kernels its layers use instead of MLX's operations, and how the steps of trees of drafts are computed.
     kernels: str = ""
+    tree_steps: TreeSteps = PLAIN
     # Among how many it is divided (`division.divide`).
     machines: int = 1
     # Where each of them has whole layers: which ones this one has.

@@ -138,6 +138,7 @@ def test_scale_moves_every_probability_and_none_to_certainty():
 def test_wide_trees_have_about_twice_and_four_times_as_many_drafts():
     """With the anchor, that fills blocks of twice and four times the rows of a chain's."""
     assert [tuple((size + 1) / (places + 1) for size in wide_sizes(places)) for places in (3, 15)] == [(2, 4)] * 2
+    assert [wide_sizes(places) for places in (31, 63, 100)] == [(63, 63), (63, 63), (100, 100)]
 
 
 def test_the_walk_on_the_device_is_the_walk_by_hand():

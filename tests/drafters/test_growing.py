@@ -7,9 +7,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.decoding.tree import SUREST, likeliest_grown
+from dflash_mlx.decoding.tree import likeliest_grown
 from dflash_mlx.drafters.growing import grow
 from dflash_mlx.drafters.ranking import Ranking
+from dflash_mlx.tree_steps import SUREST
 
 TOKENS = 11
 

@@ -16,6 +16,7 @@
 #include "../metal/short_numbers.hpp"
 
 using std::max;
+using std::min;
 #define __shared__ static
 using Shape = std::array<int32_t, 8>;
 using Strides = std::array<int64_t, 8>;

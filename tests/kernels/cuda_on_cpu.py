@@ -23,6 +23,7 @@ TYPES = {
     mx.bfloat16: "bfloat16",
     mx.bool_: "bool",
     mx.uint32: "uint32_t",
+    mx.int32: "int32_t",
 }
 
 needs_compiler = pytest.mark.skipif(
@@ -133,7 +134,14 @@ class CudaKernel:
 
 def storage(dtype):
     """numpy has no bfloat16: its bits are kept in uint16."""
-    return {mx.float32: np.float32, mx.float16: np.float16, mx.bfloat16: np.uint16, mx.bool_: np.bool_}[dtype]
+    return {
+        mx.float32: np.float32,
+        mx.float16: np.float16,
+        mx.bfloat16: np.uint16,
+        mx.bool_: np.bool_,
+        mx.uint32: np.uint32,
+        mx.int32: np.int32,
+    }[dtype]
 
 
 def to_numpy(array):

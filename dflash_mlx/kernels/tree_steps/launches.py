@@ -1,0 +1,152 @@
+"""The steps of trees in four CUDA kernels, of which each takes the place of ten to twenty of MLX's operations.
+
+A fast GPU is done with these few numbers sooner than the computer has launched the operations: together they took a
+millisecond of a round there. On a Mac such a round takes many times as long, and they do not show.
+"""
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx import tree_steps as plain
+from dflash_mlx.kernels.sources import source
+from dflash_mlx.tree_steps import LEAST, SUREST, Found, TreeSteps
+
+# Paths and rows that fit into a block's memory, and the threads of a block; larger trees go the plain way.
+_MOST_PATHS, _MOST_ROWS, _THREADS = 2048, 256, 256
+
+
+def rank(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """See `tree_steps.rank`."""
+    places = scores.shape[0]
+    columns, log_probs = _kernel("rank")(
+        inputs=[scores],
+        template=[("T", scores.dtype), ("K", count), ("THREADS", _THREADS)],
+        grid=(places * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(places, count), (places, count)],
+        output_dtypes=[mx.uint32, mx.float32],
+    )
+    return columns, log_probs
+
+
+def find(log_probs: mx.array, size: int, log_scale: float) -> tuple[Found, mx.array]:
+    """See `tree_steps.find`. What is found: each path's last candidate, and as a row of the tree its parent, (N,)."""
+    places, branches = log_probs.shape
+    pairs = _likely_pairs(size, branches)
+    if max(places * size, pairs.shape[0]) > _MOST_PATHS:
+        return plain.find(log_probs, size, log_scale)
+    candidates, parents, chances = _kernel("find")(
+        inputs=[log_probs, pairs, mx.array([log_scale, LEAST, float(np.log(SUREST))])],
+        template=[("MOST_PATHS", _MOST_PATHS), ("THREADS", _THREADS)],
+        grid=(_THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(size,)] * 3,
+        output_dtypes=[mx.int32, mx.int32, mx.float32],
+    )
+    return (candidates, parents), chances
+
+
+@cache
+def _likely_pairs(size: int, branches: int) -> mx.array:
+    """Of `size` sorted paths and their continuations by sorted candidates, the ones that can be among the `size`
+    likeliest continuations: (P + 1, 2), which path and which candidate, after their numbers."""
+    pairs = [(i, k) for i in range(size) for k in range(branches) if (i + 1) * (k + 1) <= size]
+    array = mx.array([(size, branches), *pairs], dtype=mx.int32)
+    mx.eval(array)
+    return array
+
+
+def build(
+    found: Found, size: int, token_ids: mx.array, log_probs: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """See `tree_steps.build`."""
+    if found[1].ndim > 1:  # found the plain way
+        return plain.build(found, size, token_ids, log_probs)
+    tokens, probabilities, depths, visible = _kernel("build")(
+        inputs=[*found, token_ids.astype(mx.uint32), log_probs, _number(size)],
+        template=[("THREADS", _THREADS)],
+        grid=(_THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(size,), (size,), (size + 1,), (size + 1, size + 1)],
+        output_dtypes=[mx.uint32, mx.float32, mx.int32, mx.bool_],
+    )
+    return tokens, probabilities, depths, visible
+
+
+def walk(
+    tokens: mx.array, probabilities: mx.array, depths: mx.array, visible: mx.array, choices: mx.array, depth: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """See `tree_steps.walk`."""
+    if depths.size > _MOST_ROWS:
+        return plain.walk(tokens, probabilities, depths, visible, choices, depth)
+    num_accepted, path, said = _kernel("walk")(
+        inputs=[tokens, probabilities, depths.astype(mx.int32), visible, choices.astype(mx.uint32), _number(depth + 1)],
+        template=[("THREADS", _THREADS)],
+        grid=(_THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(1,), (depth + 1,), (2,)],
+        output_dtypes=[mx.int32, mx.uint32, mx.float32],
+    )
+    return num_accepted.squeeze(), path, said
+
+
+KERNELS = TreeSteps(rank, find, build, walk)
+
+
+def work() -> bool:
+    """Whether the kernels can be compiled here, and find as likely trees as the plain steps do."""
+    scores = mx.array(np.random.default_rng(0).standard_normal((5, 3000), dtype=np.float32))
+
+    def computed(steps: TreeSteps) -> list[mx.array]:
+        columns, log_probs = steps.rank(scores, 4)
+        found, chances = steps.find(log_probs, 20, -0.1)
+        tokens, probabilities, depths, visible = steps.build(found, 20, columns, log_probs)
+        choices = mx.full((21,), columns[0, 0])
+        num_accepted, path, said = steps.walk(tokens, probabilities, depths, visible, choices, 5)
+        # The order of a tree's rows is free.
+        sorted_rows = [mx.sort(array) for array in (tokens, probabilities, depths, visible.sum(axis=0))]
+        return [columns, log_probs, chances, *sorted_rows, num_accepted, depths[path[: num_accepted.item() + 1]], said]
+
+    try:
+        pairs = zip(computed(KERNELS), computed(plain.PLAIN), strict=True)
+        return all(
+            mx.allclose(own.astype(mx.float32), plain.astype(mx.float32), atol=1e-4).item() for own, plain in pairs
+        )
+    except (RuntimeError, ValueError):  # no compiler, or one that refuses them
+        return False
+
+
+_NAMES = {
+    "rank": (["scores"], ["found", "log_probs"]),
+    "find": (["log_probs", "pairs", "settings"], ["candidates", "parents", "chances"]),
+    "build": (
+        ["candidates", "parents", "token_ids", "log_probs", "settings"],
+        ["tokens", "probabilities", "depths", "visible"],
+    ),
+    "walk": (
+        ["tokens", "probabilities", "depths", "visible", "choices", "settings"],
+        ["num_accepted", "path", "said"],
+    ),
+}
+
+
+@cache
+def _kernel(step: str) -> Any:
+    inputs, outputs = _NAMES[step]
+    return mx.fast.cuda_kernel(
+        name=f"dflash_tree_{step}",
+        input_names=inputs,
+        output_names=outputs,
+        source=source(f"tree_steps/{step}.cu"),
+        ensure_row_contiguous=True,
+    )
+
+
+@cache
+def _number(number: int) -> mx.array:
+    array = mx.array([number], dtype=mx.int32)
+    mx.eval(array)
+    return array

@@ -1,0 +1,41 @@
+// The target's way through a tree: the body of a CUDA kernel (launches.py). One block with a thread for each row.
+
+__shared__ bool right[THREADS];
+__shared__ bool reached[THREADS];
+__shared__ float promises[THREADS];
+
+const int rows = depths_shape[0], row = threadIdx.x;
+int parent = 0;
+if (row < rows) {
+  for (int other = 1; other < row; other++)
+    if (visible[row * rows + other]) parent = other;
+  right[row] = row == 0 || tokens[row - 1] == choices[parent];
+}
+__syncthreads();
+bool on_path = row < rows;
+for (int other = 1; on_path && other <= row; other++)
+  if (visible[row * rows + other] && !right[other]) on_path = false;
+reached[row] = on_path;
+__syncthreads();
+promises[row] = row > 0 && row < rows && reached[parent] ? probabilities[row - 1] : 0.0f;
+__syncthreads();
+if (row < rows) {
+  int before = 0, all = 0;
+  for (int other = 0; other < rows; other++) {
+    all += reached[other];
+    before += reached[other] && other < row;
+  }
+  const int place = reached[row] ? before : all + row - before;
+  if (place < static_cast<int>(settings[0])) path[place] = row;
+  if (row == 0) {
+    float promised = 0;
+    int depth = 0;
+    for (int other = 0; other < rows; other++) {
+      promised += promises[other];
+      depth = max(depth, depths[other]);
+    }
+    num_accepted[0] = all - 1;
+    said[0] = promised;
+    said[1] = depth;
+  }
+}
