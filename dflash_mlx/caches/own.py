@@ -59,7 +59,8 @@ def _copy_layer(layer_cache: Any, row: int, length: int) -> Any:
     if isinstance(layer_cache, RowKVCache):
         twin = KVCache()
         twin.keys, twin.values = (
-            _cut(array[row : row + 1], length) for array in (layer_cache.keys, layer_cache.values)
+            mx.contiguous(layer_cache.in_order(array, length)[row : row + 1])
+            for array in (layer_cache.keys, layer_cache.values)
         )
         twin.offset = length
         return twin

@@ -7,13 +7,12 @@ keep their shapes until they grow. Whether replaying is faster is measured (`ker
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
 
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.caches.tree_rows import TreeShape, branched, keep_path, put_fed, take_fed
+from dflash_mlx.caches.tree_rows import TreeShape, branched, free_places
 from dflash_mlx.ranks.mirror import Mirrored
 
 # Computes with rows, which it reads and writes, and with further arrays; returns arrays.
@@ -71,38 +70,32 @@ class Pass(Mirrored):
         replays: bool = False,
     ) -> None:
         self._run, self._ropes = run, ropes
-        bodies: list[Body] = [self._chain_over, self._tree_over, self._keep_over]
-        self._chain, self._tree, self._keep = (replayed(body, on=replays) for body in bodies)
+        bodies: list[Body] = [self._chain_over, self._tree_over]
+        self._chain, self._tree = (replayed(body, on=replays) for body in bodies)
 
     def __call__(self, tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array | None]:
         return self._run(tokens, caches)
 
     def over(self, rows: Rows, tokens: mx.array, tree: TreeShape | None = None) -> tuple[mx.array, mx.array | None]:
         """The tokens (B, L) that follow the rows' lengths, or the rows of a tree (1, L)."""
-        if rows.states:
-            with branched(self._ropes, rows, *tree) if tree is not None else nullcontext():
-                return self._run(tokens, rows.layers)
+        chain: Body = self._chain_over if rows.states else self._chain
+        branches: Body = self._tree_over if rows.states else self._tree
         if tree is None:
-            found = list(self._chain(rows, tokens))
+            rows.tidy()
+            found = list(chain(rows, tokens))
         else:
-            found = list(self._tree(rows, tokens, *tree))
-            count = 2 * len(rows.attention)
-            put_fed(rows, found[-count:])
-            del found[-count:]
+            rows.scatter()
+            *found, rows.lengths.places = branches(rows, tokens, *tree, rows.lengths.placed)
         return found[0], found[1] if len(found) > 1 else None
-
-    def keep_path(self, rows: Rows, path: mx.array) -> None:
-        """Of the tree that the rows were fed last, leave the rows of `path` (D + 1,), in order."""
-        self._keep(rows, path, *take_fed(rows))
 
     def _chain_over(self, rows: Rows, tokens: mx.array) -> list[mx.array]:
         return [array for array in self._run(tokens, rows.layers) if array is not None]
 
-    def _tree_over(self, rows: Rows, tokens: mx.array, depths: mx.array, visible: mx.array) -> list[mx.array]:
-        with branched(self._ropes, rows, depths, visible):
-            found = self._chain_over(rows, tokens)
-        return found + take_fed(rows)
-
-    def _keep_over(self, rows: Rows, path: mx.array, *fed: mx.array) -> list[mx.array]:
-        keep_path(rows, path, fed)
-        return []
+    def _tree_over(
+        self, rows: Rows, tokens: mx.array, depths: mx.array, visible: mx.array, placed: mx.array
+    ) -> list[mx.array]:
+        """Also returns the places at which the rows are."""
+        rows.lengths.placed = placed
+        places = free_places(placed, rows.lengths.value, tokens.shape[1])
+        with branched(self._ropes, rows, depths, visible, places):
+            return [*self._chain_over(rows, tokens), places]

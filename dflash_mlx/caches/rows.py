@@ -6,12 +6,15 @@ would have to wait for those numbers, and every row would have to keep equally m
 rolled or padded. What was rejected is simply written over by the next round. The models' own code stays as it is,
 since it takes `cache.offset` and `cache.make_mask` as they come.
 
+A tree of drafts leaves the kept rows between rejected ones. There they stay, out of order, and `RowLengths.placed` says
+where each position is, until something needs them in order (`Rows.tidy`).
+
 - Full attention and sliding windows: `RowKVCache`. A window is a mask over the same buffers.
 - Recurrent layers: `RowStates`. A state cannot be masked; `targets.target_caches` replays it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
@@ -28,18 +31,36 @@ _SPARE = 32
 _LARGE = 2**24
 
 
+# The position of a place that holds none.
+NOWHERE = 1 << 30
+
+
+class TreePass(NamedTuple):
+    """A pass over the rows of a tree: their positions (R,), the mask (R, seen), the position that each place in the
+    buffers has then (seen,), and the places (R,) at which the rows are written; None: those after the length."""
+
+    row_positions: mx.array
+    mask: mx.array
+    positions: mx.array
+    places: mx.array | None = None
+
+
 class RowLengths:
     """How many positions of each of B rows count, `value` (B,) int32 on the device, and the room that rows have.
 
-    While the rows of a tree are fed, `tree` holds their positions (R,), the mask (R, seen) and the position that each
-    place in the buffers has then (seen,); B is 1.
+    tree: while the rows of a tree are fed; B is 1. placed: (capacity,) int32, which position each place of the only
+    row's buffers holds, where they are out of order; positions that do not count are none.
     """
 
     def __init__(self, value: mx.array, capacity: int) -> None:
         self.capacity, self.value = capacity, value
         # How many positions of the buffers are looked at; no row has more.
         self.seen = capacity
-        self.tree: tuple[mx.array, mx.array, mx.array] | None = None
+        self.tree: TreePass | None = None
+        self.placed: mx.array | None = None
+        # Where the newest tree's rows are, (R,), and how many places may have been used since they were in order.
+        self.places: mx.array | None = None
+        self.used = 0
         self._index: tuple[mx.array, int, mx.array] | None = None
 
     @property
@@ -49,7 +70,7 @@ class RowLengths:
     @property
     def positions(self) -> mx.array:
         """What rotary embeddings take: the position of each row's first token (B,), or of each of a tree's (R,)."""
-        return self.value if self.tree is None else self.tree[0]
+        return self.value if self.tree is None else self.tree.row_positions
 
     def index(self, count: int) -> mx.array:
         """Where the next `count` tokens of each row are written, (B, 1, count, 1)."""
@@ -60,7 +81,7 @@ class RowLengths:
     def mask(self, count: int, window: int | None) -> mx.array:
         """Which positions each of the next `count` tokens may see: boolean, (B, 1, count, seen)."""
         if self.tree is not None:
-            own, mask, positions = self.tree[0][:, None], self.tree[1][None, None], self.tree[2]
+            own, mask, positions = self.tree.row_positions[:, None], self.tree.mask[None, None], self.tree.positions
         else:
             positions = mx.arange(self.seen)
             own = self.value[:, None, None, None] + mx.arange(count)[:, None]
@@ -77,8 +98,6 @@ class RowKVCache:
 
     def __init__(self, keys: mx.array, values: mx.array, lengths: RowLengths, window: int | None = None) -> None:
         self.keys, self.values, self.lengths, self.window = keys, values, lengths, window
-        # The keys and values of a tree's rows, until it is known which of them stay.
-        self.fed: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> mx.array:
@@ -89,18 +108,12 @@ class RowKVCache:
 
         There must be room (`Rows.reserve`): the device does not check, and writes beyond its memory.
         """
-        if self.lengths.tree is not None:
-            self.fed = keys, values
         self.write(keys, values)
         return self.keys_and_values()
 
     def write(self, keys: mx.array, values: mx.array) -> None:
-        """Write tokens after each row's length, (B, heads, L, head_dim)."""
+        """Write tokens after each row's length, or at a tree's places, (B, heads, L, head_dim)."""
         self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
-
-    def write_at(self, index: mx.array, keys: mx.array, values: mx.array) -> None:
-        """Write tokens at the positions `index`, (B, 1, L, 1), of each row, (B, heads, L, head_dim)."""
-        self.keys, self.values = _put(self.keys, index, keys), _put(self.values, index, values)
 
     @property
     def state(self) -> tuple[mx.array, mx.array]:
@@ -115,9 +128,18 @@ class RowKVCache:
         return self.keys[:, :, :seen], self.values[:, :, :seen]
 
     def _written(self, array: mx.array, tokens: mx.array) -> mx.array:
+        tree = self.lengths.tree
+        if tree is not None and tree.places is not None:
+            return _put(array, tree.places[None, None, :, None], tokens)
         if array.shape[0] == 1:
             return mx.slice_update(array, tokens, self.lengths.value, axes=(2,))
         return _put(array, self.lengths.index(tokens.shape[2]), tokens)
+
+    def in_order(self, array: mx.array, length: int) -> mx.array:
+        """The first `length` positions of every row of these keys or values."""
+        if self.lengths.placed is None:
+            return array[:, :, :length]
+        return mx.take(array, mx.argsort(self.lengths.placed)[:length], axis=2)
 
     def make_mask(self, count: int, *, window_size: int | None = None, return_array: bool = False) -> mx.array:
         return self.lengths.mask(count, window_size or self.window)
@@ -181,6 +203,8 @@ class Rows:
 
     def reserve(self, positions: int) -> None:
         """Make room for this many positions in each row: what the host knows that no length can exceed."""
+        if self.lengths.placed is not None:
+            self.lengths.used = positions = max(self.lengths.used, positions)
         if positions > self.lengths.capacity:
             self._grow(room_for(positions))
         self.lengths.seen = min(self.lengths.capacity, -(-positions // _SEEN_STEP) * _SEEN_STEP)
@@ -188,8 +212,32 @@ class Rows:
             # MLX compiles anew for each shape there, and a few more positions cost nothing.
             self.lengths.seen = self.lengths.capacity
 
+    def scatter(self) -> None:
+        """Let the only row's positions be out of order from now on."""
+        lengths = self.lengths
+        assert self.count == 1
+        if lengths.placed is None:
+            places = mx.arange(lengths.capacity)
+            lengths.placed, lengths.used = mx.where(places < lengths.value, places, NOWHERE), lengths.seen
+
+    def tidy(self) -> None:
+        """Put positions in order again, if they are not."""
+        lengths = self.lengths
+        if lengths.placed is None:
+            return
+        order, arrays = mx.argsort(lengths.placed), self.take_arrays()
+        for i in range(len(arrays)):
+            arrays[i] = _computed(mx.take(arrays[i], order, axis=2))
+        mx.async_eval(arrays)
+        self.put_arrays(arrays)
+        lengths.placed = lengths.places = None
+
     def _grow(self, capacity: int) -> None:
-        self.lengths.capacity = self.lengths.seen = capacity
+        lengths = self.lengths
+        lengths.capacity = lengths.seen = capacity
+        if lengths.placed is not None:
+            missing = capacity - lengths.placed.shape[0]
+            lengths.placed = mx.pad(lengths.placed, (0, missing), constant_values=NOWHERE)
         arrays = self.take_arrays()
         for i in range(len(arrays)):
             arrays[i] = _computed(self._padded(arrays[i]))
@@ -203,6 +251,7 @@ class Rows:
 
     def add(self, count: int) -> None:
         """Add this many rows that hold nothing."""
+        self.tidy()
 
         def longer(array: mx.array) -> mx.array:
             return mx.pad(array, [(0, count), *[(0, 0)] * (array.ndim - 1)])
@@ -219,6 +268,8 @@ class Rows:
 
     def take_over(self, other: "Rows", places: Sequence[int]) -> None:
         """Take the rows of another, each into the place of one that holds nothing."""
+        self.tidy()
+        other.tidy()
         self.reserve(other.lengths.capacity)
         held = other.lengths.capacity
         arrays, theirs = self.take_arrays(), other.take_arrays()
@@ -240,6 +291,7 @@ class Rows:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Leave only these rows, in this order; cheap where few of them change their place."""
+        self.tidy()
         index = mx.array(list(rows))
         arrays = self.take_arrays()
         moves = [(to, row) for to, row in enumerate(rows) if to != row]
@@ -268,6 +320,7 @@ class Rows:
 
         A single row's arrays move; others are copied, once. states: of each recurrent layer, those to be given back.
         """
+        self.tidy()
         recurrent = iter(states)
         given: list[Any] = []
         for leaf, origin in zip(leaves(self.layers), leaves(list(caches)), strict=True):

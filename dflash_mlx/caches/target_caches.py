@@ -18,7 +18,7 @@ from dflash_mlx.caches.own import OwnCaches, arrays_of
 from dflash_mlx.caches.recurrence import Recorder, Recording
 from dflash_mlx.caches.replay import Pass
 from dflash_mlx.caches.rows import Rows, fits
-from dflash_mlx.caches.tree_rows import TreeShape, find_ropes
+from dflash_mlx.caches.tree_rows import TreeShape, find_ropes, keep_path
 from dflash_mlx.ranks.mirror import Mirrored, mirrored
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
@@ -36,7 +36,7 @@ class TargetCaches(Protocol):
         than this. With a `tree`, B is 1 and the tokens are its rows, of which `keep_path` leaves some.
         """
 
-    def keep_path(self, model: Pass, path: mx.array) -> None:
+    def keep_path(self, path: mx.array) -> None:
         """Of the tree that was fed last, leave the rows of `path` (D + 1,), as if they had been fed as a chain."""
 
     def commit(self, fed: int, kept: Sequence[int]) -> None:
@@ -83,8 +83,8 @@ class BatchCaches(Mirrored):
             return model.over(self.rows, tokens, tree)
 
     @mirrored
-    def keep_path(self, model: Pass, path: mx.array) -> None:
-        model.keep_path(self.rows, path)
+    def keep_path(self, path: mx.array) -> None:
+        keep_path(self.rows, path)
         if self._recorder is not None:
             [block] = self._blocks
             assert block.recording is not None
@@ -182,7 +182,7 @@ class SingleCaches(Mirrored):
         self._fed.append(count)
         return outputs
 
-    def keep_path(self, model: Pass, path: mx.array) -> None:
+    def keep_path(self, path: mx.array) -> None:
         raise AssertionError("models without rows take no trees")
 
     @mirrored
@@ -274,7 +274,7 @@ def trees_work_with(
         batch = BatchCaches(Rows.of(caches, context.shape[1]), layers)
         at, shape = mx.array([context.shape[1]], dtype=mx.int32), (mx.array([0, 1, 2, 1, 2]), mx.array(visible))
         found, _ = batch.feed(forward, mx.array(block), at=at, room=16, tree=shape)
-        batch.keep_path(forward, mx.array(path))
+        batch.keep_path(mx.array(path))
         batch.commit(block.shape[1], [len(path)])
         further, _ = batch.feed(forward, mx.array(more), at=at + len(path), room=16)
         expected = [alone(range(3)), alone(path, and_more=True)]

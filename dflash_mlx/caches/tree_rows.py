@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.caches.rows import Rows
+from dflash_mlx.caches.rows import NOWHERE, Rows, TreePass
 from dflash_mlx.hooks import subclassed
 
 # Of a tree's rows, the anchor first: how far each is from it, (N + 1,), and which rows each sees, (N + 1, N + 1).
@@ -28,24 +28,34 @@ def find_ropes(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def branched(ropes: Sequence[nn.Module], rows: Rows, depths: mx.array, visible: mx.array) -> Iterator[None]:
+def branched(
+    ropes: Sequence[nn.Module], rows: Rows, depths: mx.array, visible: mx.array, places: mx.array | None = None
+) -> Iterator[None]:
     """For one forward over the rows of a tree, (1, R) tokens, the root first, of the model with these `find_ropes`.
 
     depths: of all rows of the tree so far, (S,), counted from the root; visible: which of them each one of the newest R
     sees, boolean (R, S). R is S unless earlier forwards were fed the others. Their keys and values are written after
-    the length in this order; `keep_path` then writes one path there.
+    the length in this order or, where positions are out of order, all of them at these `places` (R,).
     """
     assert rows.count == 1
     lengths, (count, so_far) = rows.lengths, visible.shape
-    start = lengths.value - (so_far - count)
-    # Of each position, which row of the tree it is: below 0 for the context.
-    row = mx.arange(lengths.seen) - start
-    index = mx.clip(row, 0, so_far - 1)
-    own = mx.take(visible, index, axis=1)
-    mask = mx.where(row < 0, True, own & (row < so_far))
+    start, seen = lengths.value - (so_far - count), mx.arange(lengths.seen)
+    # Of each place, which row of the tree is there, below 0 where none is; and which positions the others hold.
+    if places is None:
+        row, positions = seen - start, seen
+        row = mx.where(row < so_far, row, -1)
+        held = seen < start
+    else:
+        assert lengths.placed is not None
+        assert count == so_far
+        row = mx.put_along_axis(mx.full((lengths.seen,), -1, dtype=mx.int32), places, mx.arange(so_far), axis=0)
+        positions = lengths.placed[: lengths.seen]
+        held = positions < start
+    index = mx.maximum(row, 0)
+    mask = mx.where(row < 0, held, mx.take(visible, index, axis=1))
     row_positions = start + depths
-    positions = mx.where(row < 0, mx.arange(lengths.seen), row_positions[index])
-    lengths.tree = row_positions[so_far - count :], mask, positions
+    positions = mx.where(row < 0, positions, row_positions[index])
+    lengths.tree = TreePass(row_positions[so_far - count :], mask, positions, places)
     try:
         with subclassed(ropes, _by_row):
             yield
@@ -53,35 +63,20 @@ def branched(ropes: Sequence[nn.Module], rows: Rows, depths: mx.array, visible: 
         lengths.tree = None
 
 
-def put_fed(rows: Rows, fed: Sequence[mx.array]) -> None:
-    """Set what `take_fed` returns."""
-    for leaf, keys, values in zip(rows.attention, fed[::2], fed[1::2], strict=True):
-        leaf.fed = keys, values
+def free_places(placed: mx.array, length: mx.array, count: int) -> mx.array:
+    """The first `count` places that hold none of the positions before the `length` (1,), given what is `placed`."""
+    places = mx.arange(placed.shape[0])
+    return mx.sort(mx.where(placed < length, NOWHERE, places))[:count]
 
 
-def take_fed(rows: Rows) -> list[mx.array]:
-    """The keys and values of a tree's rows, layer by layer, for `keep_path`; no reference to them stays in `rows`."""
-    fed: list[mx.array] = []
-    for leaf in rows.attention:
-        assert leaf.fed is not None
-        fed += leaf.fed
-        leaf.fed = None
-    return fed
-
-
-def keep_path(rows: Rows, path: mx.array, fed: Sequence[mx.array]) -> None:
-    """Write the rows of `path`, (D + 1,), of what was `fed` after the lengths, where they would be as a chain.
-
-    They come from what was fed and not from the buffers: MLX copies a whole array that is written while a read of it is
-    on its way. All rows are written, those off the path to the last place of the tree, which counts no more: to pick
-    the path's first would be twice as many operations, and this takes two for each layer.
-    """
-    fed_rows = fed[0].shape[2]
-    found = path[:, None] == mx.arange(fed_rows)
-    places = mx.where(found.any(axis=0), found.argmax(axis=0), fed_rows - 1)
-    index = (rows.lengths.value + places)[None, None, :, None]
-    for leaf, keys, values in zip(rows.attention, fed[::2], fed[1::2], strict=True):
-        leaf.write_at(index, keys, values)
+def keep_path(rows: Rows, path: mx.array) -> None:
+    """Of the tree that the rows were fed last, let the rows of `path`, (D + 1,), be the next positions."""
+    lengths = rows.lengths
+    assert lengths.placed is not None
+    assert lengths.places is not None
+    # What the places held before does not count, and must not when there are more positions.
+    placed = mx.where(lengths.placed < lengths.value, lengths.placed, NOWHERE)
+    lengths.placed = mx.put_along_axis(placed, lengths.places[path], lengths.value + mx.arange(path.shape[0]), axis=0)
 
 
 @cache

@@ -74,7 +74,7 @@ class Batch:
         """Let the next round begin where a round ends; what it keeps need not be known to the host."""
         assert self.caches is not None
         if verdict.path is not None:
-            self.caches.keep_path(self.model, verdict.path)
+            self.caches.keep_path(verdict.path)
         self.bounds = [bound + verdict.outcome.depth + 1 for bound in self.bounds]
         self.at = self.at + 1 if verdict.outcome.depth == 0 else self.at + 1 + verdict.outcome.num_accepted
         self.anchors = verdict.outcome.next_anchor[:, 0]

@@ -289,10 +289,7 @@ class _Passes:
     ) -> list[mx.array]:
         """The same for drafts of a tree, (1, K): see `tree_rows.branched`."""
         with branched(self._ropes, rows, depths, visible):
-            found = self._step(rows, tokens, hidden)
-        for leaf in rows.attention:
-            leaf.fed = None
-        return found
+            return self._step(rows, tokens, hidden)
 
     def _entries(self, rows: Rows, index: mx.array) -> tuple[mx.array, mx.array]:
         """Tokens (B, L) and features (B, L, N) of the entries `index` (B, L), by the notes."""

@@ -58,7 +58,7 @@ def test_each_row_is_computed_as_its_path_alone_and_a_kept_path_goes_on(target, 
         assert mx.allclose(found[0, row], alone[0, -1], atol=1e-4).item()
     # Of the deepest path all but the last row stay; the rest of the path is meaningless.
     path = np.flatnonzero(visible[depths.argmax()])
-    batch.keep_path(model, mx.array(path))
+    batch.keep_path(mx.array(path))
     batch.commit(rows, [len(path) - 1])
     kept = tokens[path[:-1]].tolist()
     further, _ = batch.feed(model, mx.array([[3, 4]]), at=at + len(kept), room=100)
@@ -71,7 +71,7 @@ def test_a_tree_of_a_single_path_may_be_kept_whole(target):
     batch, model = BatchCaches(Rows.of(caches, len(CONTEXT)), target.layers), target.pass_for(())
     at = mx.array([len(CONTEXT)], dtype=mx.int32)
     batch.feed(model, mx.array([[7, 8, 9]]), at=at, room=100, tree=(mx.arange(3), mx.tri(3, dtype=mx.bool_)))
-    batch.keep_path(model, mx.arange(3))
+    batch.keep_path(mx.arange(3))
     batch.commit(3, [3])
     further, _ = batch.feed(model, mx.array([[3, 4]]), at=at + 3, room=100)
     _, alone = fed(target, [*CONTEXT, 7, 8, 9, 3, 4])

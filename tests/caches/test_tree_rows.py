@@ -1,5 +1,7 @@
 """A tree in one forward: each row's numbers are those of its path by itself, and nothing stays behind."""
 
+from contextlib import contextmanager
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -11,7 +13,7 @@ from tiny_families import WINDOW, family_target, unavailable
 
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.target_caches import trees_work_with
-from dflash_mlx.caches.tree_rows import branched, find_ropes, keep_path, take_fed
+from dflash_mlx.caches.tree_rows import branched, find_ropes, free_places, keep_path
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session
@@ -54,8 +56,18 @@ def rows_of(cache, length):
     return rows
 
 
+@contextmanager
+def over_tree(ropes, rows):
+    """A pass over the rows of the tree, wherever there is a place."""
+    rows.scatter()
+    lengths = rows.lengths
+    lengths.places = free_places(lengths.placed, lengths.value, len(TOKENS))
+    with branched(ropes, rows, mx.array(DEPTHS), mx.array(VISIBLE), lengths.places):
+        yield
+
+
 def forward_tree(target, rows):
-    with branched(target.ropes, rows, mx.array(DEPTHS), mx.array(VISIBLE)):
+    with over_tree(target.ropes, rows):
         return target.forward(mx.array([TOKENS]), rows.layers)
 
 
@@ -73,7 +85,7 @@ def test_a_kept_path_leaves_the_cache_as_if_fed_alone(target, path):
     rows = rows_of(cache, len(CONTEXT))
     forward_tree(target, rows)
     # Of a path that is shorter than the longest one, what comes after its end does not matter.
-    keep_path(rows, mx.array([*path, *[6] * (4 - len(path))]), take_fed(rows))
+    keep_path(rows, mx.array([*path, *[6] * (4 - len(path))]))
     rows.give_back(0, len(CONTEXT) + len(path), cache)
     alone = filled(target)
     target.forward(mx.array([[TOKENS[i] for i in path]]), alone)
@@ -92,9 +104,9 @@ def test_keeping_a_path_does_not_copy_the_cache():
     mx.eval(layer.keys, layer.values)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    with branched([], rows, mx.array(DEPTHS), mx.array(VISIBLE)):
+    with over_tree([], rows):
         layer.update_and_fetch(mx.ones((1, 2, 7, 32)), mx.ones((1, 2, 7, 32)))
-    keep_path(rows, mx.array([0, 2, 5]), take_fed(rows))
+    keep_path(rows, mx.array([0, 2, 5]))
     mx.eval(layer.keys, layer.values)
     assert mx.get_peak_memory() - before < layer.keys.nbytes / 10
 
@@ -211,3 +223,81 @@ def test_which_models_take_trees_is_found_out_by_running(target):
     assert not works(target.model, lambda: [RotatingKVCache(8, keep=4) for _ in target.layers])
     assert not works(target.model, lambda: [ArraysCache(2) for _ in target.layers])
     assert not works(nn.Linear(2, 2))
+
+
+def trees(rng, count):
+    """Trees of random forms and sizes: their parents, and a path from the anchor through each."""
+    for _ in range(count):
+        size = int(rng.integers(1, 14))
+        parents = [0] + [int(rng.integers(0, row)) for row in range(1, size)]
+        goal = int(rng.integers(0, size))
+        path = [goal]
+        while path[-1]:
+            path.append(parents[path[-1]])
+        yield parents, path[::-1]
+
+
+def shape_of(parents):
+    visible = np.eye(len(parents), dtype=bool)
+    for row in range(1, len(parents)):
+        visible[row] |= visible[parents[row]]
+    return mx.array(visible.sum(axis=1) - 1), mx.array(visible)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_trees_follow_one_another(family):
+    """Each tree's rows lie where there is room, between those that earlier trees have left; in the end all positions
+    are put in order. The buffers grow meanwhile, and a copy can be had at any time."""
+    target, rng = family_target(family), np.random.default_rng(1)
+    text = [int(token) for token in rng.integers(0, 40, 190)]
+    caches = target.make_cache()
+    target.forward(mx.array([text]), caches)
+    batch, model = target.as_row(caches, len(text)), target.pass_for(())
+    for turn, (parents, path) in enumerate(trees(rng, 30)):
+        tokens = [int(token) for token in rng.integers(0, 40, len(parents))]
+        at = mx.array([len(text)])
+        found, _ = batch.feed(model, mx.array([tokens]), at=at, room=len(text) + len(tokens), tree=shape_of(parents))
+        lengths = batch.rows.lengths
+        assert max(lengths.places.tolist()) < len(text) + len(tokens) <= lengths.capacity
+        # After its end come any other rows.
+        batch.keep_path(mx.array([*path, *sorted({*range(len(tokens))} - {*path}, reverse=True)][: len(path) + 3]))
+        batch.commit(len(tokens), [len(path)])
+        text += [tokens[row] for row in path]
+        if turn % 7 == 6:
+            alone = target.forward(mx.array([text]), target.make_cache())
+            assert mx.allclose(found[:, path], alone[:, -len(path) :], rtol=1e-3, atol=1e-4).item()
+            if family == "llama":
+                copy = target.copy_caches(batch, 0, len(text) - 1)
+                alone = target.forward(mx.array([text[-1:]]), copy)
+                assert mx.allclose(alone, found[:, path[-1:]], rtol=1e-3, atol=1e-4).item()
+    assert batch.rows.lengths.capacity > 256
+    further, _ = batch.feed(model, mx.array([[3, 4]]), at=mx.array([len(text)]), room=len(text) + 2)
+    batch.commit(2, [2])
+    alone = target.forward(mx.array([[*text, 3, 4]]), target.make_cache())
+    assert mx.allclose(further, alone[:, -2:], rtol=1e-3, atol=1e-4).item()
+    batch.give_back(0, len(text) + 2, caches)
+    alone = target.forward(mx.array([[*text, 3, 4, 7]]), target.make_cache())
+    assert mx.allclose(target.forward(mx.array([[7]]), caches), alone[:, -1:], rtol=1e-3, atol=1e-4).item()
+
+
+def test_a_row_with_trees_takes_others_in(target):
+    """Its positions are put in order first."""
+    texts = [[i % 30 for i in range(length)] for length in (20, 9)]
+    batches = []
+    for text in texts:
+        caches = target.make_cache()
+        target.forward(mx.array([text]), caches)
+        batches.append(target.as_row(caches, len(text)))
+        at = mx.array([len(text)])
+        batches[-1].feed(
+            target.pass_for(()), mx.array([TOKENS]), at=at, room=40, tree=(mx.array(DEPTHS), mx.array(VISIBLE))
+        )
+        batches[-1].keep_path(mx.array([0, 4, 5, 1]))
+        text += [TOKENS[row] for row in (0, 4, 5)]
+    batch, other = batches
+    batch.add(1)
+    batch.take_over(other, [1])
+    found, _ = batch.feed(target.pass_for(()), mx.array([[1, 2]] * 2), at=mx.array([len(t) for t in texts]), room=40)
+    for row, text in enumerate(texts):
+        alone = target.forward(mx.array([[*text, 1, 2]]), target.make_cache())
+        assert mx.allclose(found[row : row + 1], alone[:, -2:], rtol=1e-3, atol=1e-4).item()

@@ -18,15 +18,16 @@ def continued(twin, tokens):
     return [token for step in steps for token in step.tokens]
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", ["none", "chains", "trees"])
 @pytest.mark.parametrize("in_rows", [True, False])
 def test_a_copy_of_an_answer_goes_its_own_way(drafts, in_rows):
-    """Also where the target's caches stay mlx-lm's own, as of models that do not compute in rows."""
-    target, drafter = tiny_target("llama"), tiny_drafter() if drafts else None
-    target._rows = in_rows
+    """Also where the target's caches stay mlx-lm's own, as of models that do not compute in rows, and where trees have
+    left positions out of order."""
+    target, drafter = tiny_target("llama"), tiny_drafter() if drafts != "none" else None
+    target._rows = target._trees = in_rows
     session = Session(target, drafter)
-    prompt = [3, 1, 4, 1, 5, 9]
-    steps = decode(session, prompt, strategy=Greedy(), policy=FixedWidth(3), max_tokens=30, eos_ids=set())
+    prompt, policy = [3, 1, 4, 1, 5, 9], FixedWidth(9, places=7) if drafts == "trees" else FixedWidth(3)
+    steps = decode(session, prompt, strategy=Greedy(), policy=policy, max_tokens=30, eos_ids=set())
     found = [token for _, step in zip(range(4), steps, strict=False) for token in step.tokens]
     for length in (2, len(session.tokens)):
         twin = fork(session, length)
