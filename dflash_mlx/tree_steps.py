@@ -80,16 +80,20 @@ def likely_paths(places: int, branches: int, size: int) -> Paths:
     return Paths(mx.array(terms.astype(np.int32)), mx.array(np.stack([depths, candidates, ends]).astype(np.int32)))
 
 
-def rank(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
+def rank(
+    scores: mx.array, count: int, *, log_sum: Callable[[mx.array], mx.array] | None = None
+) -> tuple[mx.array, mx.array]:
     """The columns of the `count` best of each row's scores (W, V), the best first, and their log-probabilities.
 
-    Returns (W, count) twice. Scores that a filter has removed are the last choice, but stay numbers.
+    Returns (W, count) twice. Scores that a filter has removed are the last choice, but stay numbers. log_sum: another
+    way to the logarithm of the sum of each row's exponentials, (W, 1).
     """
     scores = mx.maximum(scores.astype(mx.float32), -1e30)
     columns = best_columns(scores, count)
     best = mx.take_along_axis(scores, columns, axis=-1)
     order = mx.argsort(-best, axis=-1)
-    log_probs = mx.take_along_axis(best, order, axis=-1) - mx.logsumexp(scores, axis=-1, keepdims=True)
+    sums = log_sum(scores) if log_sum is not None else mx.logsumexp(scores, axis=-1, keepdims=True)
+    log_probs = mx.take_along_axis(best, order, axis=-1) - sums
     return mx.take_along_axis(columns, order, axis=-1), log_probs
 
 

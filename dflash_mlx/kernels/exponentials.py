@@ -64,6 +64,12 @@ def _weights(scores: mx.array, highest: mx.array) -> mx.array:
     return exponential(mx.maximum(scores - highest, -_MOST))
 
 
+def log_sum(scores: mx.array) -> mx.array:
+    """The logarithm of the sum of each row's exponentials: scores (..., V), float32 -> (..., 1)."""
+    highest = mx.max(scores, axis=-1, keepdims=True)
+    return highest + mx.log(mx.sum(_weights(scores, highest), axis=-1, keepdims=True))
+
+
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """mlx-lm's `swiglu`: silu(gate) * x."""
     if gate.dtype != mx.float32 or x.dtype != mx.float32:
@@ -138,16 +144,20 @@ _FUNCTIONS: dict[str, tuple[Callable[..., mx.array], Callable[..., mx.array]]] =
 }
 
 
-def use_where_faster(models: Sequence[nn.Module]) -> None:
-    """Have layers of these models that call mlx-lm's functions call those here, if they are faster on this machine."""
+def use_where_faster(models: Sequence[nn.Module]) -> bool:
+    """Have layers of these models that call mlx-lm's functions call those here, if they are faster on this machine.
+
+    Returns whether they are.
+    """
     if not _is_faster():
-        return
+        return False
     for model in models:
         for layer in model.modules():
             for name, (ordinary, own) in _FUNCTIONS.items():
                 kind: Any = type(layer)
                 if means(kind, name, ordinary):
                     layer.__class__ = renamed(kind, name, own)
+    return True
 
 
 def _is_faster() -> bool:

@@ -20,6 +20,7 @@ are.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,6 +40,7 @@ from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.loading import activation_dtype
 from dflash_mlx.targets.target import Target
+from dflash_mlx.tree_steps import PLAIN, rank
 
 # A round's rows, for which things are measured, and more, of several answers, for which the linear kernel is tried.
 _ROUND, _MORE_ROWS = 16, (32, 64, 256)
@@ -84,7 +86,8 @@ def use_where_faster(
     target.kernels = "" if kernels else "none"
     if kind == "cpu":
         if kernels:
-            exponentials.use_where_faster(models)
+            if exponentials.use_where_faster(models):
+                target.tree_steps = PLAIN._replace(rank=partial(rank, log_sum=exponentials.log_sum))
             rotary.use_where_faster(models)
         return []
     name = _name(target, drafter, folders, kernels=kernels) if folders else None

@@ -9,7 +9,7 @@ from tiny import FAMILIES, drafted_tokens, mostly_slow, plain_tokens, tiny_draft
 
 from dflash_mlx.hooks import means
 from dflash_mlx.kernels import exponentials
-from dflash_mlx.kernels.exponentials import attend, exponential, swiglu, use_where_faster
+from dflash_mlx.kernels.exponentials import attend, exponential, log_sum, swiglu, use_where_faster
 from dflash_mlx.policy.width import FixedWidth
 
 
@@ -33,6 +33,16 @@ def test_the_exponential_is_right_to_the_last_bits():
     x = np.concatenate([np.linspace(-87, 87, 20001), [0.0, -0.0, 0.34657359, -0.34657360]]).astype(np.float32)
     found = np.array(exponential(mx.array(x))).astype(np.float64)
     assert np.max(np.abs(found / np.exp(x.astype(np.float64)) - 1)) < 2e-7
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 300.0])
+def test_the_sum_of_a_rows_exponentials(size):
+    """Also of scores of which a filter has removed most, or all."""
+    scores = mx.random.normal((4, 3000), key=mx.random.key(0)) * size
+    scores[2, 5:], scores[3] = -1e30, -1e30
+    found, expected = log_sum(scores), mx.logsumexp(scores, axis=-1, keepdims=True)
+    assert found.shape == (4, 1)
+    assert mx.allclose(found, expected, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1.0, 30.0, 300.0])
