@@ -11,6 +11,7 @@ import typer
 
 from dflash_mlx import __version__
 from dflash_mlx.cli import launch, options
+from dflash_mlx.cli.doctor_rounds import examine_rounds, print_rounds
 from dflash_mlx.cli.output import LoadProgress, can_draw, is_terminal, marked, styled, wrapped
 from dflash_mlx.errors import DFlashError, UsageError
 from dflash_mlx.hub.new_folder import nearest_existing, try_writing
@@ -22,6 +23,8 @@ EXAMPLES = """[bold]Examples[/bold]
   dflash-mlx doctor
 
   dflash-mlx doctor --kernels
+
+  dflash-mlx doctor --pair demo
 
   dflash-mlx doctor --json
 
@@ -42,17 +45,21 @@ def doctor_command(
     backend: launch.BackendName = None,
     pair: options.Pair = None,
     model: options.Model = None,
+    draft_model: options.DraftModel = None,
     as_json: options.Json = False,
 ) -> None:
     """Say what dflash-mlx runs on here, what is broken, and what would make it faster.
+
+    With --pair or --model: what a round of these models takes by the number of drafts, and which number is chosen.
 
     With --hosts or --hostfile: whether these machines can compute a model together. Their versions are compared, the
     connection is tried and timed, and with --pair or --model the checksums of the model's files are compared, too.
     The exit code is 1 when something is broken, else 0; with several machines it is always 0, as that of launch.
     """
     together = hosts is not None or hostfile is not None or processes is not None
-    if kernels and (together or started_together()):
-        raise UsageError("--kernels is about one machine; leave it out where there are several.")
+    if (kernels or draft_model) and (together or started_together()):
+        option = "--kernels" if kernels else "--draft-model"
+        raise UsageError(f"{option} is about one machine; leave it out where there are several.")
     if together:
         named = [*(["--pair", pair] if pair else []), *(["--model", model] if model else [])]
         words = ["doctor", *named, *(["--json"] if as_json else [])]
@@ -60,11 +67,12 @@ def doctor_command(
         return
     if started_together() and _examine_together(pair, model, as_json=as_json):
         return
-    if pair is not None or model is not None:
-        raise UsageError("a model's files are compared between machines; name these, too (--hosts or --hostfile).")
     report = examine()
     if kernels:
         report["kernels"] = race_kernels()
+    if pair is not None or model is not None or draft_model is not None:
+        choice = options.ModelChoice(pair=pair, model=model, draft_model=draft_model, can_be_plain=False)
+        report["drafting"] = examine_rounds(choice)
     if as_json:
         print(json.dumps(report, ensure_ascii=False, indent=2))
     else:
@@ -267,6 +275,8 @@ def _print_report(report: dict[str, Any]) -> None:
     print()
     if "kernels" in report:
         _print_races(report["kernels"])
+    if "drafting" in report:
+        print_rounds(report["drafting"])
     for problem in report["problems"]:
         print(marked("broken:", problem, "red", sys.stdout))
     for advice in report["advice"]:

@@ -13,6 +13,7 @@ again later.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import zip_longest
 
 from dflash_mlx.decoding.policies import Choice, Forecast, Observation
@@ -122,22 +123,24 @@ class RoundCosts:
 
     def _deeper(self, width: int) -> float:
         """What a round takes longer than after a short context; it is taken to grow evenly."""
-        if not self.deep_seconds:
+        if not self.deep_seconds or self.depth <= SHALLOW:
             return 0.0
-        more = _interpolate(self.deep_seconds, width) - _interpolate(self.round_seconds, width)
-        return max(0.0, more) * max(0, self.depth - SHALLOW) / (DEEP - SHALLOW)
+        more = {at: deep - _interpolate(self.round_seconds, at) for at, deep in self.deep_seconds.items()}
+        return max(0.0, _interpolate(more, width)) * (self.depth - SHALLOW) / (DEEP - SHALLOW)
 
 
 def _interpolate(table: dict[int, float], width: int) -> float:
     """Piecewise linear; constant outside. Width 0 has no draft and is never interpolated from."""
-    if width in table:
-        return table[width]
-    known = sorted(w for w in table if w > 0)
-    below = max((w for w in known if w < width), default=known[0])
-    above = min((w for w in known if w > width), default=known[-1])
-    if below == above:
-        return table[below]
-    return table[below] + (table[above] - table[below]) * (width - below) / (above - below)
+    found = table.get(width)
+    return found if found is not None else _between(tuple(sorted(table.items())), width)
+
+
+@cache
+def _between(table: tuple[tuple[int, float], ...], width: int) -> float:
+    known = [(at, seconds) for at, seconds in table if at > 0]
+    (below, low) = max(((at, seconds) for at, seconds in known if at < width), default=known[0])
+    (above, high) = min(((at, seconds) for at, seconds in known if at > width), default=known[-1])
+    return low if below == above else low + (high - low) * (width - below) / (above - below)
 
 
 @dataclass

@@ -11,6 +11,8 @@ from dflash_mlx.cli import doctor, launch
 from dflash_mlx.kernels.quantized_rows import layers
 from dflash_mlx.kernels.race import Verdict
 from dflash_mlx.kernels.rows_attention import layers as rows_attention
+from dflash_mlx.policy.trees_or_chains import PairCosts
+from dflash_mlx.policy.width import RoundCosts
 
 
 def test_a_healthy_machine(run, home):
@@ -123,11 +125,45 @@ def test_several_machines_are_examined_through_the_launcher(run, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--pair", "demo"], "name these, too (--hosts or --hostfile)"),
         (["--kernels", "-n", "2"], "--kernels is about one machine"),
+        (["--draft-model", "x", "-n", "2"], "--draft-model is about one machine"),
     ],
 )
 def test_what_does_not_go_together(given, said, run):
     code, _, err = run("doctor", *given)
     assert code == 2
     assert said in err
+
+
+STEEP = RoundCosts(
+    {0: 0.05, 1: 0.06, 7: 0.08}, {1: 0.01, 7: 0.01}, steep=True, deep_seconds={0: 0.06, 1: 0.075, 7: 0.12}
+)
+FLAT = RoundCosts({0: 0.005, 1: 0.008, 7: 0.009}, {1: 0.001, 7: 0.001}, steep=False)
+
+
+@pytest.mark.parametrize("model", [["--pair", "demo"], ["--model", "a", "--draft-model", "b"]])
+def test_rounds_of_a_pair(model, run, fake, monkeypatch):
+    monkeypatch.setattr(fake, "method", "dflash", raising=False)
+    monkeypatch.setattr(fake, "round_costs", lambda report: PairCosts(STEEP), raising=False)
+    code, out, _ = run("doctor", *model)
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "no drafts 50.0 ms - 60.0 ms" in lines
+    assert "chain of 7 80.0 ms 1.60 tokens 120.0 ms" in lines
+    # 1.8 tokens of a chain of one, in 1.2 times the time; seven places gain 4.16 tokens in 1.6 times the time.
+    assert "80% chain of 7 4.16 2.60" in lines
+    drafting = json.loads(run("doctor", *model, "--json")[1])["drafting"]
+    assert drafting["waits_for_drafts"] is True
+    assert drafting["rounds"][2]["pays_from"] == 1.6
+    assert drafting["choices"][3]["speedup"] == pytest.approx(2.6, abs=0.01)
+
+
+def test_rounds_of_chains_and_of_trees(run, fake, monkeypatch):
+    monkeypatch.setattr(fake, "method", "dflash", raising=False)
+    trees = RoundCosts({0: 0.005, 7: 0.0092, 15: 0.0095}, FLAT.draft_seconds, steep=False, places=7)
+    monkeypatch.setattr(fake, "round_costs", lambda report: PairCosts(FLAT, trees), raising=False)
+    lines = [" ".join(line.split()) for line in run("doctor", "--pair", "demo")[1].splitlines()]
+    assert "chain of 7 9.0 ms 1.80 tokens -" in lines
+    assert "tree of 15 9.5 ms 1.90 tokens -" in lines
+    assert sum(line.startswith("no drafts") for line in lines) == 1
+    assert any(line.startswith("60% tree of 15") for line in lines)

@@ -141,6 +141,11 @@ def test_rounds_are_timed_after_two_lengths_of_context(trees, machine):
                 expected = seconds(width, branches=False, waits=True, depth=depth if known else SHALLOW)
                 assert kind.round(width) == pytest.approx(expected)
         assert found.chains.depth == SHALLOW
+        if trees and known:
+            # Of trees that were timed after a short context only, at least as much as of smaller ones.
+            assert found.after(DEEP).trees.round(15) == pytest.approx(
+                seconds(15, branches=True, waits=True, depth=SHALLOW) + 8 * 0.96
+            )
 
 
 def test_widths_that_take_too_long_are_left_out(machine, monkeypatch):
