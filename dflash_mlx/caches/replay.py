@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.caches.tree_rows import TreeShape, branched, free_places
+from dflash_mlx.caches.tree_rows import TreeShape, branched, free_places, keep_path
 from dflash_mlx.ranks.mirror import Mirrored
 
 # Computes with rows, which it reads and writes, and with further arrays; returns arrays.
@@ -78,14 +78,19 @@ class Pass(Mirrored):
 
     def over(self, rows: Rows, tokens: mx.array, tree: TreeShape | None = None) -> tuple[mx.array, mx.array | None]:
         """The tokens (B, L) that follow the rows' lengths, or the rows of a tree (1, L)."""
-        chain: Body = self._chain_over if rows.states else self._chain
-        branches: Body = self._tree_over if rows.states else self._tree
-        if tree is None:
+        # To put positions in order takes longer than a single token gains by it.
+        alone = tree is None and rows.lengths.placed is not None and tokens.shape[1] == 1
+        if tree is None and not alone:
             rows.tidy()
+            chain: Body = self._chain_over if rows.states else self._chain
             found = list(chain(rows, tokens))
         else:
             rows.scatter()
-            *found, rows.lengths.places = branches(rows, tokens, *tree, rows.lengths.placed)
+            branches: Body = self._tree_over if rows.states else self._tree
+            shape = tree if tree is not None else (mx.array([0]), mx.array([[True]]))
+            *found, rows.lengths.places = branches(rows, tokens, *shape, rows.lengths.placed)
+            if alone:
+                keep_path(rows, mx.array([0]))
         return found[0], found[1] if len(found) > 1 else None
 
     def _chain_over(self, rows: Rows, tokens: mx.array) -> list[mx.array]:

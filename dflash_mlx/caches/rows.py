@@ -227,7 +227,8 @@ class Rows:
             return
         order, arrays = mx.argsort(lengths.placed), self.take_arrays()
         for i in range(len(arrays)):
-            arrays[i] = _computed(mx.take(arrays[i], order, axis=2))
+            # MLX gives what is taken an order in memory of its own, in which products take longer.
+            arrays[i] = _computed(mx.contiguous(mx.take(arrays[i], order, axis=2)))
         mx.async_eval(arrays)
         self.put_arrays(arrays)
         lengths.placed = lengths.places = None

@@ -253,6 +253,7 @@ def test_trees_follow_one_another(family):
     caches = target.make_cache()
     target.forward(mx.array([text]), caches)
     batch, model = target.as_row(caches, len(text)), target.pass_for(())
+    turns: list[int] = []
     for turn, (parents, path) in enumerate(trees(rng, 30)):
         tokens = [int(token) for token in rng.integers(0, 40, len(parents))]
         at = mx.array([len(text)])
@@ -263,13 +264,22 @@ def test_trees_follow_one_another(family):
         batch.keep_path(mx.array([*path, *sorted({*range(len(tokens))} - {*path}, reverse=True)][: len(path) + 3]))
         batch.commit(len(tokens), [len(path)])
         text += [tokens[row] for row in path]
-        if turn % 7 == 6:
+        if turn % 3 == 2:
+            # A single token goes on out of order, and a chain does not.
+            fed = [1] if turn % 2 else [1, 2, 3]
+            batch.feed(model, mx.array([fed]), at=mx.array([len(text)]), room=len(text) + len(fed))
+            batch.commit(len(fed), [len(fed)])
+            text += fed
+            assert (lengths.placed is None) == (len(fed) > 1)
+        elif turn % 7 == 6:
+            turns.append(turn)
             alone = target.forward(mx.array([text]), target.make_cache())
             assert mx.allclose(found[:, path], alone[:, -len(path) :], rtol=1e-3, atol=1e-4).item()
             if family == "llama":
                 copy = target.copy_caches(batch, 0, len(text) - 1)
                 alone = target.forward(mx.array([text[-1:]]), copy)
                 assert mx.allclose(alone, found[:, path[-1:]], rtol=1e-3, atol=1e-4).item()
+    assert len(turns) > 2
     assert batch.rows.lengths.capacity > 256
     further, _ = batch.feed(model, mx.array([[3, 4]]), at=mx.array([len(text)]), room=len(text) + 2)
     batch.commit(2, [2])
