@@ -131,7 +131,8 @@ class RowKVCache:
         tree = self.lengths.tree
         if tree is not None and tree.places is not None:
             return _put(array, tree.places[None, None, :, None], tokens)
-        if array.shape[0] == 1:
+        # On CUDA a place that only the device knows takes MLX a launch of its own, for each array.
+        if array.shape[0] == 1 and backend().kind != "cuda":
             return mx.slice_update(array, tokens, self.lengths.value, axes=(2,))
         return _put(array, self.lengths.index(tokens.shape[2]), tokens)
 

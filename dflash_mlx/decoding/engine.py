@@ -308,16 +308,10 @@ class Engine:
         fed, logits, features = batch.forward(drafts)
         verdict = accept(rows, drafts, fed, logits, features, at=at, histories=histories, bits=bits)
         batch.move_on(verdict)
-        mx.async_eval(verdict.arrays, [verdict.features] if verdict.features is not None else [])
-        return Round(
-            rows,
-            at,
-            verdict,
-            width,
-            drafted=drafted,
-            room=max(batch.bounds),
-            chances=chances,
-        )
+        launched = Round(rows, at, verdict, width, drafted=drafted, room=max(batch.bounds), chances=chances)
+        # All that the host will read of it: what is not launched now would wait for the next round, too.
+        mx.async_eval(launched.arrays, [verdict.features] if verdict.features is not None else [])
+        return launched
 
     def _limited(self, drafts: Drafts | None) -> tuple[Drafts | None, dict[int, Bits]]:
         """Drafts cut where a lane's guide does not allow them, and which tokens it allows."""

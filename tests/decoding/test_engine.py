@@ -282,3 +282,29 @@ def test_an_answer_left_open_gives_way_to_the_next(target):
     left.close()
     assert seen + after == truth[: len(seen) + 30]
     assert all(cache.offset == len(session.tokens) for cache in session.target_cache)
+
+
+@pytest.mark.parametrize("policy", [FixedWidth(3), FixedWidth(9, places=7), FixedWidth(9, places=7, waits=True)])
+def test_what_the_host_reads_is_launched_with_its_round(policy, monkeypatch):
+    """Anything else would be computed after the next round, for which the host would have to wait."""
+    launched: set[int] = set()
+    kept: list[object] = []
+    async_eval, settle = mx.async_eval, Engine._settle
+
+    def noting(*arrays):
+        flat = [array for group in arrays for array in (group if isinstance(group, list) else [group])]
+        kept.extend(flat)
+        launched.update(map(id, flat))
+        return async_eval(*arrays)
+
+    def checking(engine, current, plan, idle):
+        assert {id(array) for array in current.arrays} <= launched
+        return settle(engine, current, plan, idle)
+
+    monkeypatch.setattr(engines.mx, "async_eval", noting)
+    monkeypatch.setattr(Engine, "_settle", checking)
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    session = Session(target, drafter)
+    steps = list(decode(session, [3, 1, 4], strategy=Greedy(), policy=policy, max_tokens=20, eos_ids=set()))
+    assert [token for step in steps for token in step.tokens] == plain_tokens(target, [3, 1, 4], 20)
+    assert kept

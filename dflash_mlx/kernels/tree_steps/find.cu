@@ -12,6 +12,8 @@ __shared__ int counts[MOST_PATHS];
 const int places = log_probs_shape[0];
 const int most = pairs[0], branches = pairs[1], continuations = pairs_shape[0] - 1;
 constexpr float NEVER = -3e38f;
+// Threads that compare one path with others.
+constexpr int LANES = 4;
 
 for (int place = 0; place < places; place++) {
   const int known = place == 0 ? 1 : counts[place - 1];
@@ -22,12 +24,14 @@ for (int place = 0; place < places; place++) {
     continued[i] = path < known ? (place == 0 ? 0.0f : paths[path]) + min(max(own, settings[1]), settings[2]) : NEVER;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < continuations; i += THREADS) {
-    if (continued[i] == NEVER) continue;
+  for (int first = 0; first < continuations; first += THREADS / LANES) {
+    const int i = first + threadIdx.x / LANES;
+    const bool counts_at_all = i < continuations && continued[i] != NEVER;
     int at = 0;
-    for (int other = 0; other < continuations; other++)
+    for (int other = threadIdx.x % LANES; counts_at_all && other < continuations; other += LANES)
       at += continued[other] > continued[i] || (continued[other] == continued[i] && other < i);
-    if (at >= most) continue;
+    for (int distance = LANES / 2; distance > 0; distance /= 2) at += __shfl_xor_sync(0xffffffff, at, distance);
+    if (!counts_at_all || at >= most || threadIdx.x % LANES != 0) continue;
     sums[place * most + at] = continued[i];
     before[place * most + at] = pairs[2 * i + 2];
     last[place * most + at] = pairs[2 * i + 3];

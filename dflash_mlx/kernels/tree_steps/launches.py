@@ -15,7 +15,7 @@ from dflash_mlx.kernels.sources import source
 from dflash_mlx.tree_steps import LEAST, SUREST, Found, TreeSteps
 
 # Paths and rows that fit into a block's memory, and the threads of a block; larger trees go the plain way.
-_MOST_PATHS, _MOST_ROWS, _THREADS = 2048, 256, 256
+_MOST_PATHS, _MOST_ROWS, _THREADS, _MANY_THREADS = 2048, 256, 256, 1024
 
 
 def rank(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
@@ -40,9 +40,9 @@ def find(log_probs: mx.array, size: int, log_scale: float) -> tuple[Found, mx.ar
         return plain.find(log_probs, size, log_scale)
     candidates, parents, chances = _kernel("find")(
         inputs=[log_probs, pairs, mx.array([log_scale, LEAST, float(np.log(SUREST))])],
-        template=[("MOST_PATHS", _MOST_PATHS), ("THREADS", _THREADS)],
-        grid=(_THREADS, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
+        template=[("MOST_PATHS", _MOST_PATHS), ("THREADS", _MANY_THREADS)],
+        grid=(_MANY_THREADS, 1, 1),
+        threadgroup=(_MANY_THREADS, 1, 1),
         output_shapes=[(size,)] * 3,
         output_dtypes=[mx.int32, mx.int32, mx.float32],
     )
