@@ -6,6 +6,10 @@ drafts all its places, and nothing of it is used: so a replay can begin a round 
 
 from pathlib import Path
 
+import dflash_mlx  # noqa: F401  # before mlx, which it sets up
+
+# isort: split
+
 import mlx.core as mx
 import numpy as np
 
