@@ -182,7 +182,7 @@ class Engine:
             result, kept[row] = self._take(lane, reading, current, row)
             batch.bounds[row] = len(lane.session.tokens) + ahead
             results.append((lane, result))
-            report.append((lane, min(reading.num_accepted, kept[row]), reading.promised))
+            report.append((lane, reading, min(reading.num_accepted, kept[row])))
             if isinstance(result, Exception) or result.finish_reason is not None:
                 finished.append(lane)
         assert batch.caches is not None
@@ -213,17 +213,18 @@ class Engine:
                 lane.guide = None  # what waits for guides on the host need wait no longer
         return step, len(tokens)
 
-    def _observe(self, current: Round, kept: Sequence[tuple[Lane, int, float | None]], idle: float) -> None:
+    def _observe(self, current: Round, kept: Sequence[tuple[Lane, Reading, int]], idle: float) -> None:
         """Tell the policy what the round brought, and its time, unless the caller was long in between."""
         now = time.perf_counter()
         spent, self._read_at = now - self._read_at, now
         seconds = spent if idle < 0.5 * spent else None
         if len(current.lanes) > 1:
-            counts = [(lane, num_accepted) for lane, num_accepted, _ in kept]
+            counts = [(lane, num_accepted) for lane, _, num_accepted in kept]
             self._shared.observe(RoundReport(len(current.lanes), current.drafted, current.width, counts, seconds))
             return
         forecast = current.chances.forecast() if current.chances is not None else None
-        for lane, num_accepted, promised in kept:
+        for lane, reading, num_accepted in kept:
+            promised = reading.promised
             if promised is None:
                 promised = forecast.promised(min(num_accepted + 1, current.width)) if forecast is not None else 0.0
             lane.policy.observe(
@@ -232,6 +233,8 @@ class Engine:
                     current.width,
                     num_accepted,
                     branched=current.chances is not None and current.chances.branched,
+                    depth=reading.depth,
+                    firsts=forecast.kept_of_firsts(reading.tokens) if forecast is not None else 0,
                     forecast=forecast,
                     promised=promised,
                     seconds=seconds,

@@ -32,12 +32,13 @@ class Choice:
 class Forecast:
     """What a drafter's probabilities say of its drafts.
 
-    best: (W,), of the likeliest token at each place. chances: (N,), of drafts that are kept, after a choice's `scale`:
-    of a chain's in order, or of a tree's likeliest in falling order.
+    best: (W,), of the likeliest token at each place, `firsts` (W,), known of trees. chances: (N,), of drafts that are
+    kept, after a choice's `scale`: of a chain's in order, or of a tree's likeliest in falling order.
     """
 
     best: np.ndarray
     chances: np.ndarray
+    firsts: np.ndarray | None = None
 
     @classmethod
     def of_chain(cls, best: np.ndarray, scale: float) -> "Forecast":
@@ -47,20 +48,30 @@ class Forecast:
         """How many drafts of a chain would be kept, given that so many of its places were reached."""
         return float(self.best[:reached].sum())
 
+    def kept_of_firsts(self, tokens: Sequence[int]) -> int:
+        """How many drafts of a chain a text of these `tokens` would have kept, 0 where that is not known."""
+        if self.firsts is None:
+            return 0
+        count = min(len(tokens), len(self.firsts))
+        return int(np.cumprod(self.firsts[:count] == tokens[:count]).sum())
+
 
 @dataclass(frozen=True)
 class Observation:
     """What a round brought: of `width` drafts, made for `drafted` places, `num_accepted` were kept.
 
-    branched: they were chosen from several tokens a place. forecast: None where nobody asked for it. promised: by the
-    drafter's probabilities, how many drafts would be kept, given which were: at each place that was reached, the chance
-    to go on. seconds: None where it could not be timed.
+    branched: they were chosen from several tokens a place, up to `depth` places after the anchor, and a chain of that
+    length would have kept `firsts`. forecast: None where nobody asked for it. promised: by the drafter's probabilities,
+    how many drafts would be kept, given which were: at each place that was reached, the chance to go on. seconds: None
+    where it could not be timed.
     """
 
     drafted: int
     width: int
     num_accepted: int
     branched: bool = False
+    depth: int = 0
+    firsts: int = 0
     forecast: Forecast | None = None
     promised: float = 0.0
     seconds: float | None = None

@@ -29,11 +29,13 @@ Lanes = Sequence[Lane | None]
 class Chances:
     """How likely the drafter holds its drafts, on the device: best (B, W), the likeliest token at each place.
 
-    likeliest: a tree's drafts, of a single lane. scale: a choice's, which a tree's chances include already.
+    likeliest: a tree's drafts, of a single lane, and firsts: (W,), its likeliest token at each place. scale: a
+    choice's, which a tree's chances include already.
     """
 
     best: mx.array
     likeliest: Likeliest | LikeliestGrown | None = None
+    firsts: mx.array | None = None
     scale: float = 1.0
 
     @property
@@ -45,7 +47,9 @@ class Chances:
     def packed(self) -> mx.array:
         """All of it as one array, so that the host reads once."""
         best = self.best.flatten()
-        return best if self.likeliest is None else mx.concatenate([best, self.likeliest.chances])
+        if self.likeliest is None or self.firsts is None:
+            return best
+        return mx.concatenate([best, self.firsts.astype(mx.uint32).view(mx.float32), self.likeliest.chances])
 
     def read(self) -> np.ndarray:
         """Wait for the device: (B, W) float64."""
@@ -56,7 +60,8 @@ class Chances:
         [best] = self.read()
         if self.likeliest is None:
             return Forecast.of_chain(best[:places], self.scale)
-        return Forecast(best, np.array(self.packed)[self.best.size :].astype(np.float64))
+        firsts, chances = np.split(np.array(self.packed)[best.size :], [best.size])
+        return Forecast(best, chances.astype(np.float64), firsts.view(np.uint32))
 
     def take(self, rows: Sequence[int]) -> "Chances":
         """Those of some lanes' chains only."""
@@ -163,7 +168,7 @@ def consider(
         assert lane is not None
         if drafted.grown is not None:
             grown = likeliest_grown(drafted.grown, choice.tree, scale=choice.scale, steps=steps)
-            return Chances(mx.exp(drafted.confidence), grown, choice.scale)
+            return Chances(mx.exp(drafted.confidence), grown, drafted.tokens[0], choice.scale)
         if drafted.logits is None:
             # One token a place, so that the tree is a chain.
             assert drafted.log_probs is not None
@@ -172,7 +177,8 @@ def consider(
             preferences = for_trees(lane.strategy).preferences(drafted.logits[0], at[0] + 1, vocabulary)
             ranking = rank(preferences, BRANCHES, vocabulary.token_ids if vocabulary else None, steps=steps)
         best = mx.exp(ranking.log_probs[:, 0])[None]
-        return Chances(best, likeliest(ranking, choice.tree, scale=choice.scale, steps=steps), choice.scale)
+        found = likeliest(ranking, choice.tree, scale=choice.scale, steps=steps)
+        return Chances(best, found, ranking.token_ids[:, 0], choice.scale)
     return Chances(mx.exp(drafted.confidence), scale=choice.scale) if choice.waits else None
 
 

@@ -13,19 +13,18 @@ import numpy as np
 from dflash_mlx.decoding.policies import Choice, Forecast, Observation, WidthPolicy
 from dflash_mlx.policy.confidence import Confidence, ConfidentWidth
 from dflash_mlx.policy.pauses import Patience, Pauses
-from dflash_mlx.policy.width import HYSTERESIS, AcceptanceEstimate, RoundCosts, SteadyWidth
+from dflash_mlx.policy.width import FADE, AcceptanceEstimate, RoundCosts, SteadyWidth
 
 # More than trees have been seen to gain by a chain's tokens: the demo pair's gain 1.42 times as many on the built-in
 # prompts and 1.14 times on its own answers. Where they take so much longer, they are not tried.
 MOST_GAIN = 1.6
-# A change must promise this much.
+# A change to chains must promise this much.
 _HYSTERESIS = 1.05
 # Rounds of trees before a change to chains, and of chains before the next look at trees, which comes less and less
 # often while it changes nothing.
 _LOOK, _FIRST_STAY, _LONGEST_STAY = 4, 64, 2048
-_FADE = 0.9
-# The same for what trees gain beyond their promise, and for how many tokens it is taken to be nothing at first.
-_SLOW_FADE, _PRIOR_TOKENS = 0.99, 100.0
+# How much a round lets fade what was kept of what was promised, and for how many tokens that is taken to be all of it.
+_SLOW_FADE, _PRIOR_TOKENS = 0.98, 100.0
 
 
 @dataclass
@@ -50,61 +49,71 @@ class PairCosts:
 
 
 @dataclass
+class Comparison:
+    """Rounds of trees compared with chains of the same drafts, in decayed sums.
+
+    tokens, seconds: of trees, as promised by the drafter's probabilities. chain_rounds: how many rounds chains of 0, 1,
+    2, ... drafts would need for these tokens. Not what chains would gain in as many rounds as trees: where the drafter
+    is unsure chains stop more often, and so would make more of their rounds there.
+
+    gained, promised: tokens of trees by their outcome, and what was promised of them; chain_gained, chain_promised:
+    likewise of a chain as long as the tree is deep. A drafter may promise more than it keeps of one kind.
+    """
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    chain_rounds: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    gained: float = _PRIOR_TOKENS
+    promised: float = _PRIOR_TOKENS
+    chain_gained: float = _PRIOR_TOKENS
+    chain_promised: float = _PRIOR_TOKENS
+
+    def add(self, round: Observation, seconds: float, *, calibration: float, places: int) -> None:
+        """A round of trees, which takes so many `seconds`; the drafter drafts at most `places` places."""
+        forecast = round.forecast
+        assert forecast is not None
+        tokens = SteadyTree.expected(forecast, round.width)
+        best = np.minimum(forecast.best * calibration, 1.0)
+        chain = np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(best))])
+        rounds = tokens / np.pad(chain, (0, places + 1 - len(chain)), mode="edge")
+        self.tokens = FADE * self.tokens + tokens
+        self.seconds = FADE * self.seconds + seconds
+        self.chain_rounds = FADE * self.chain_rounds + rounds
+        self.gained = _SLOW_FADE * self.gained + round.num_accepted + 1
+        self.promised = _SLOW_FADE * self.promised + tokens
+        self.chain_gained = _SLOW_FADE * self.chain_gained + round.firsts + 1
+        self.chain_promised = _SLOW_FADE * self.chain_promised + chain[min(round.depth, len(chain) - 1)]
+
+    def lead(self, costs: RoundCosts) -> float:
+        """How many times as fast trees are as chains of the best width, by their `costs`."""
+        chains = min(rounds * costs.round(width) for width, rounds in enumerate(self.chain_rounds) if width)
+        kept, kept_of_chains = self.gained / self.promised, self.chain_gained / self.chain_promised
+        return chains / self.seconds * kept / kept_of_chains
+
+
+@dataclass
 class Experience:
     """What answers teach the next one: which drafts are kept, and which kind of drafts is used.
 
-    chains: not trees; stayed: rounds drafted with chains since the last look at trees; stay: how many to the next one.
-    lead: how many times as fast as chains trees were when last compared, None before.
-    gained, promised: tokens of rounds of trees, by the outcome and by the drafter's probabilities, decayed sums. The
-    demo pair's gain an eighth more than promised: where the first guess is right, the next is likelier to be.
-    costs: by which an answer chose, and what they became.
+    chains: not trees; stayed: rounds drafted with chains since the last look at trees; stay: how many to the next one;
+    looked: rounds of trees since the last change. lead: how many times as fast as chains trees were when last compared,
+    None before. costs: by which an answer chose, and what they became.
     """
 
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     confidence: Confidence = field(default_factory=Confidence)
     patience: Patience = field(default_factory=Patience)
+    comparison: Comparison = field(default_factory=Comparison)
     chains: bool = False
     stayed: int = 0
     stay: int = _FIRST_STAY
+    looked: int = 0
     lead: float | None = None
-    gained: float = _PRIOR_TOKENS
-    promised: float = _PRIOR_TOKENS
     costs: PairCosts | None = None
 
     def merged(self, newest: "Experience") -> "Experience":
         """This and what a finished answer has learnt since, which counts as much as everything before."""
-        return replace(
-            newest,
-            estimate=self.estimate.merged(newest.estimate),
-            gained=(self.gained + newest.gained) / 2,
-            promised=(self.promised + newest.promised) / 2,
-        )
-
-
-class _Look:
-    """Rounds of trees compared with chains: `count`, and decayed sums of what they promised."""
-
-    def __init__(self, places: int) -> None:
-        self.count = 0
-        self.rounds = self.tokens = self.seconds = 0.0
-        # Tokens that chains of 0 to `places` of the same drafts would have been expected to gain.
-        self.chain_tokens = np.zeros(places + 1)
-
-    def add(self, *, tokens: float, seconds: float, best: np.ndarray) -> None:
-        """A tree of `tokens` and `seconds`; best: the chance of the likeliest token at each place drafted."""
-        gains = 1.0 + np.cumsum(np.cumprod(best))
-        missing = len(self.chain_tokens) - 1 - len(gains)
-        self.count += 1
-        self.rounds = _FADE * self.rounds + 1
-        self.tokens = _FADE * self.tokens + tokens
-        self.seconds = _FADE * self.seconds + seconds
-        self.chain_tokens = _FADE * self.chain_tokens + np.concatenate([[1.0], gains, np.full(missing, gains[-1])])
-
-    def speed_of_chains(self, costs: RoundCosts) -> float:
-        """Tokens a second of chains, at their best width."""
-        return max(
-            tokens / (self.rounds * costs.round(width)) for width, tokens in enumerate(self.chain_tokens) if width
-        )
+        return replace(newest, estimate=self.estimate.merged(newest.estimate))
 
 
 def choose_policy(
@@ -165,14 +174,12 @@ class SteadyTree:
         return 1.0 + float(forecast.chances[:size].sum())
 
     def _settle(self) -> None:
-        """Change the size where another one promises enough more."""
+        """Take the size that promises most."""
         tokens = self.confidence.tokens
         if tokens is None or len(tokens) != len(self.sizes):
             return
         speeds = {size: count / self.costs.round(size) for size, count in zip(self.sizes, tokens, strict=True)}
-        best = max(speeds, key=lambda size: speeds[size])
-        if speeds[best] > HYSTERESIS * speeds[self.size]:
-            self.size = best
+        self.size = max(speeds, key=lambda size: speeds[size])
 
     def take_notice(self) -> str | None:
         notice, self.pauses.notice = self.pauses.notice, None
@@ -188,7 +195,7 @@ class TreesOrChains:
         self.chains = SteadyWidth(chains, places, experience.estimate, experience.patience)
         self.trees = SteadyTree(trees, places, experience.confidence)
         self.experience = experience
-        self._look = _Look(places)
+        experience.looked = 0
 
     def next_round(self, *, may_branch: bool) -> Choice:
         policy: WidthPolicy = self.chains if self.experience.chains or not may_branch else self.trees
@@ -203,7 +210,10 @@ class TreesOrChains:
         of_tree = round.forecast is not None or (round.drafted == 0 and not now.chains)
         policy: WidthPolicy = self.trees if of_tree else self.chains
         if round.branched:
-            self._weigh(round)
+            seconds = self.trees.costs.round(round.width, drafted=round.drafted)
+            calibration = self.trees.confidence.calibration
+            now.comparison.add(round, seconds, calibration=calibration, places=self.trees.places)
+            now.looked += 1
         policy.observe(round)
         if round.drafted == 0:
             return
@@ -212,26 +222,14 @@ class TreesOrChains:
             # Where chains do not pay, trees still may.
             paused = self.chains.pauses.resting > 0 and (now.lead is None or now.lead > 1)
             if now.stayed >= now.stay or paused:
-                now.chains, now.stayed, now.stay = False, 0, min(2 * now.stay, _LONGEST_STAY)
-                self._look = _Look(self.trees.places)
-        elif self._look.count >= _LOOK or (self._look.count and self.trees.pauses.resting > 0):
-            speed = self._look.tokens * now.gained / now.promised / self._look.seconds
-            now.lead = speed / self._look.speed_of_chains(self.chains.costs)
+                now.chains, now.stayed, now.looked = False, 0, 0
+                now.stay = min(2 * now.stay, _LONGEST_STAY)
+        elif now.looked >= _LOOK or (now.looked and self.trees.pauses.resting > 0):
+            now.lead = now.comparison.lead(self.chains.costs)
             if now.lead < 1 / _HYSTERESIS:
                 now.chains = True
             else:
                 now.stay = _FIRST_STAY
-
-    def _weigh(self, round: Observation) -> None:
-        """Note what a tree promised and brought, and what chains of its drafts would have promised."""
-        now, forecast = self.experience, round.forecast
-        assert forecast is not None
-        promised = SteadyTree.expected(forecast, round.width)
-        now.gained = _SLOW_FADE * now.gained + round.num_accepted + 1
-        now.promised = _SLOW_FADE * now.promised + promised
-        seconds = self.trees.costs.round(round.width, drafted=round.drafted)
-        best = np.minimum(forecast.best * self.trees.confidence.calibration, 1.0)
-        self._look.add(tokens=promised, seconds=seconds, best=best)
 
     def take_notice(self) -> str | None:
         """A pause of either kind matters only while that kind is used."""

@@ -196,6 +196,9 @@ def test_a_policy_hears_of_each_round_of_its_answer(policy, pause, seconds, monk
         assert round.branched == (policy.branches and step.width > 0)
         assert (round.forecast is not None) == (round.drafted > 0 and (policy.branches or policy.waits))
         assert 0 <= round.promised <= step.depth + 1e-3
+        assert round.depth == step.depth
+    # A tree holds the first guesses as far as it is deep, so it keeps no fewer drafts than their chain.
+    assert all(0 <= round.firsts <= round.num_accepted for round in policy.heard[:-1])
     assert [step.width for step in steps[1:4]] == [policy.width] * 3
 
 

@@ -80,6 +80,7 @@ def test_a_chain_is_kept_as_far_as_all_of_it_is():
     forecast = Chances(mx.array([[0.5, 0.8, 0.9, 1.0]]), scale=1.1).forecast(3)
     assert forecast.best.tolist() == pytest.approx([0.5, 0.8, 0.9])
     assert forecast.chances.tolist() == pytest.approx([0.55, 0.55 * 0.88, 0.55 * 0.88 * 0.99])
+    assert forecast.kept_of_firsts([1, 2, 3]) == 0  # nobody asks for a chain's
 
 
 def test_a_block_is_each_anchor_and_its_drafts():
@@ -265,3 +266,7 @@ def test_a_tree_is_made_of_what_the_target_would_prefer(strategy, vocabulary):
     forecast = found.forecast()
     assert forecast.best.tolist() == pytest.approx(np.exp(log_probs[:, 0]).tolist(), rel=1e-4)
     assert forecast.chances.tolist() == pytest.approx([node.chance for node in nodes], rel=1e-4)
+    assert forecast.firsts.tolist() == (firsts := ids_of(order[:, 0], vocabulary).tolist())
+    assert forecast.kept_of_firsts([*firsts[:2], 99, 0]) == 2
+    assert forecast.kept_of_firsts([99, *firsts]) == 0
+    assert forecast.kept_of_firsts([*firsts, 5]) == 3

@@ -1,7 +1,7 @@
 """Rounds without models: what a policy chooses of drafts whose probabilities are known, and what it is told of them."""
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 from best_first import HostTree, best_first
@@ -38,7 +38,11 @@ def observed(
 ) -> Observation:
     """What the policy is told of a round that went through these rows of its drafts."""
     promised = tree.promised(path) if forecast is not None else 0.0
-    return Observation(choice.places, tree.size, len(path) - 1, choice.tree > 0, forecast, promised, seconds)
+    # The first of a place's candidates is always among a row's children.
+    firsts = len(list(takewhile(lambda row: tree.tokens[row - 1] == 0, path[1:])))
+    return Observation(
+        choice.places, tree.size, len(path) - 1, choice.tree > 0, max(tree.depths), firsts, forecast, promised, seconds
+    )
 
 
 def plain(seconds: float | None) -> Observation:
