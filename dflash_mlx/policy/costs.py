@@ -22,8 +22,9 @@ from dflash_mlx.targets.target import Target
 _SCHEMA = 14
 # A round this much slower than a wider one, or than in another turn, was disturbed.
 _DISTURBED = 1.25
-# Everything is measured in turns, until so many have found the same, and in so many at the most.
-_AGREEING, _MOST_TURNS = 2, 4
+# Everything is measured in turns, until so many have found the same; in so many at the most, and then in half of them
+# where they take as many seconds.
+_AGREEING, _MOST_TURNS, _LONG = 2, 8, 20.0
 # The share of rounds for which it need not be found twice.
 _MOST_FAR = 0.1
 # A turn takes a few times this long at most; widths not reached are interpolated.
@@ -53,7 +54,8 @@ def load_or_measure(
     if report is not None:
         report("measuring this machine (once for this pair)", None)
     turns: list[PairCosts] = []
-    while len(turns) < _MOST_TURNS and not agree(turns):
+    ends_at = time.perf_counter() + _LONG
+    while len(turns) < (_MOST_TURNS if time.perf_counter() < ends_at else _MOST_TURNS // 2) and not agree(turns):
         turns.append(measure(target, drafter, block_size=block_size))
     usual = alike(turns)
     costs = least(usual)

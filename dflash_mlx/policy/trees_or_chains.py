@@ -6,6 +6,7 @@ was measured. While chains are used, nothing is known of trees, so now and then 
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -29,10 +30,17 @@ _SLOW_FADE, _PRIOR_TOKENS = 0.98, 100.0
 
 @dataclass
 class PairCosts:
-    """What rounds of chains and, where the target takes them and they may pay, of trees cost."""
+    """What rounds of chains and, where the target takes them and they may pay, of trees cost.
+
+    They drift together: what slows one kind slows the other, and only one is timed at a time.
+    """
 
     chains: RoundCosts
     trees: RoundCosts | None = None
+
+    def __post_init__(self) -> None:
+        if self.trees is not None:
+            self.trees.drift = self.chains.drift
 
     def after(self, tokens: int) -> "PairCosts":
         """A copy for an answer that begins after so many tokens, which it may change."""
@@ -45,50 +53,48 @@ class PairCosts:
     @property
     def too_high(self) -> bool:
         """Whether rounds of an answer took clearly less than was measured."""
-        return self.chains.too_high or (self.trees is not None and self.trees.too_high)
+        return self.chains.too_high
 
 
 @dataclass
 class Comparison:
     """Rounds of trees compared with chains of the same drafts, in decayed sums.
 
-    tokens, seconds: of trees, as promised by the drafter's probabilities. chain_rounds: how many rounds chains of 0, 1,
-    2, ... drafts would need for these tokens. Not what chains would gain in as many rounds as trees: where the drafter
-    is unsure chains stop more often, and so would make more of their rounds there.
+    seconds: of trees; chain_seconds: what chains of 0, 1, 2, ... drafts would need for the same tokens, as promised by
+    the drafter's probabilities. Not what chains would gain in as many rounds as trees: where the drafter is unsure
+    chains stop more often, and so would make more of their rounds there.
 
     gained, promised: tokens of trees by their outcome, and what was promised of them; chain_gained, chain_promised:
     likewise of a chain as long as the tree is deep. A drafter may promise more than it keeps of one kind.
     """
 
-    tokens: float = 0.0
     seconds: float = 0.0
-    chain_rounds: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    chain_seconds: np.ndarray = field(default_factory=lambda: np.zeros(1))
     gained: float = _PRIOR_TOKENS
     promised: float = _PRIOR_TOKENS
     chain_gained: float = _PRIOR_TOKENS
     chain_promised: float = _PRIOR_TOKENS
 
-    def add(self, round: Observation, seconds: float, *, calibration: float, places: int) -> None:
-        """A round of trees, which takes so many `seconds`; the drafter drafts at most `places` places."""
+    def add(self, round: Observation, calibration: float, seconds: float, chains: Sequence[float]) -> None:
+        """A round of trees, which takes so many `seconds`; chains: those of rounds of 0, 1, 2, ... drafts."""
         forecast = round.forecast
         assert forecast is not None
         tokens = SteadyTree.expected(forecast, round.width)
         best = np.minimum(forecast.best * calibration, 1.0)
         chain = np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(best))])
-        rounds = tokens / np.pad(chain, (0, places + 1 - len(chain)), mode="edge")
-        self.tokens = FADE * self.tokens + tokens
+        rounds = tokens / np.pad(chain, (0, len(chains) - len(chain)), mode="edge")
         self.seconds = FADE * self.seconds + seconds
-        self.chain_rounds = FADE * self.chain_rounds + rounds
+        self.chain_seconds = FADE * self.chain_seconds + rounds * chains
         self.gained = _SLOW_FADE * self.gained + round.num_accepted + 1
         self.promised = _SLOW_FADE * self.promised + tokens
         self.chain_gained = _SLOW_FADE * self.chain_gained + round.firsts + 1
         self.chain_promised = _SLOW_FADE * self.chain_promised + chain[min(round.depth, len(chain) - 1)]
 
-    def lead(self, costs: RoundCosts) -> float:
-        """How many times as fast trees are as chains of the best width, by their `costs`."""
-        chains = min(rounds * costs.round(width) for width, rounds in enumerate(self.chain_rounds) if width)
+    @property
+    def lead(self) -> float:
+        """How many times as fast trees are as chains of the best width."""
         kept, kept_of_chains = self.gained / self.promised, self.chain_gained / self.chain_promised
-        return chains / self.seconds * kept / kept_of_chains
+        return float(self.chain_seconds[1:].min()) / self.seconds * kept / kept_of_chains
 
 
 @dataclass
@@ -211,8 +217,8 @@ class TreesOrChains:
         policy: WidthPolicy = self.trees if of_tree else self.chains
         if round.branched:
             seconds = self.trees.costs.round(round.width, drafted=round.drafted)
-            calibration = self.trees.confidence.calibration
-            now.comparison.add(round, seconds, calibration=calibration, places=self.trees.places)
+            chains = [self.chains.costs.round(width) for width in range(self.trees.places + 1)]
+            now.comparison.add(round, self.trees.confidence.calibration, seconds, chains)
             now.looked += 1
         policy.observe(round)
         if round.drafted == 0:
@@ -225,7 +231,7 @@ class TreesOrChains:
                 now.chains, now.stayed, now.looked = False, 0, 0
                 now.stay = min(2 * now.stay, _LONGEST_STAY)
         elif now.looked >= _LOOK or (now.looked and self.trees.pauses.resting > 0):
-            now.lead = now.comparison.lead(self.chains.costs)
+            now.lead = now.comparison.lead
             if now.lead < 1 / _HYSTERESIS:
                 now.chains = True
             else:

@@ -69,6 +69,13 @@ _TOO_HIGH = 0.85
 
 
 @dataclass
+class Drift:
+    """How many times as long as measured rounds take now: on a warm machine, beside other programs."""
+
+    factor: float = 1.0
+
+
+@dataclass
 class RoundCosts:
     """Seconds a round takes by width, and its draft's share by places; measured at some and interpolated between.
 
@@ -84,19 +91,19 @@ class RoundCosts:
     places: int = 0
     deep_seconds: dict[int, float] = field(default_factory=dict)
     depth: int = SHALLOW
-    _drift: float = 1.0
+    drift: Drift = field(default_factory=Drift)
 
     def round(self, width: int, *, drafted: int | None = None) -> float:
         """A round that verifies `width` drafts of `drafted` places (as many as when it was measured, when None)."""
         measured = (self.places or width) if width else 0
         drafted = measured if drafted is None else drafted
         extra = self._draft(drafted) - self._draft(measured) + self._deeper(width)
-        return (_interpolate(self.round_seconds, width) + extra) * self._drift
+        return (_interpolate(self.round_seconds, width) + extra) * self.drift.factor
 
     def observe(self, seconds: float, width: int, drafted: int) -> None:
         """Follow slow changes (a warm machine, a longer context); a single outlier counts little."""
         ratio = seconds / self.round(width, drafted=drafted)
-        self._drift *= min(max(ratio, 0.5), 2.0) ** 0.05
+        self.drift.factor *= min(max(ratio, 0.5), 2.0) ** 0.05
 
     @property
     def tables(self) -> tuple[dict[int, float], ...]:
@@ -112,7 +119,7 @@ class RoundCosts:
     @property
     def too_high(self) -> bool:
         """Whether rounds take clearly less than was measured: other programs were running then."""
-        return self._drift < _TOO_HIGH
+        return self.drift.factor < _TOO_HIGH
 
     @property
     def plain(self) -> float:

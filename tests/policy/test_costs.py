@@ -210,7 +210,7 @@ def test_a_disturbed_measurement_is_repeated_and_not_remembered(trees, load, tmp
         return PairCosts(*[chains(*rounds[disturbed], steep=True) for disturbed in disturbances])
 
     disturbed, good = of(False, True) if trees else of(True), of(False, False) if trees else of(False)
-    turns += [disturbed] * 4 + [good] * 2
+    turns += [disturbed] * 8 + [good] * 2
     spoilt = load()
     for kind in (spoilt.chains, spoilt.trees) if trees else (spoilt.chains,):
         assert list(kind.round_seconds.values()) == sorted(kind.round_seconds.values())
@@ -229,10 +229,18 @@ def test_of_turns_the_least_figures_count_and_two_have_to_agree(load, tmp_path, 
 
 def test_after_the_most_turns_what_nothing_contradicts_is_remembered(load, tmp_path, turns):
     """A machine that is never quiet would measure at each start."""
-    turns += [PairCosts(chains(1.0 * 1.5**i, 1.1 * 1.5**i, 1.2 * 1.5**i)) for i in range(4)]
+    turns += [PairCosts(chains(1.0 * 1.5**i, 1.1 * 1.5**i, 1.2 * 1.5**i)) for i in range(8)]
     assert load().chains.round_seconds == {0: 1.0, 1: 1.1, 7: 1.2}
     assert not turns
     assert stored(tmp_path)
+
+
+def test_a_measurement_that_takes_long_ends_sooner(load, turns, monkeypatch):
+    """On a slow machine that is never quiet."""
+    monkeypatch.setattr(costs, "_LONG", 0.0)
+    turns += [PairCosts(chains(1.0 * 1.5**i, 1.1 * 1.5**i, 1.2 * 1.5**i)) for i in range(8)]
+    load()
+    assert len(turns) == 4
 
 
 @pytest.mark.parametrize("last", [False, True])

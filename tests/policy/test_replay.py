@@ -6,12 +6,13 @@
 import copy
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import pytest
+from best_first import HostTree
 from policy.record_traces import NONE, STEPS, TRACES
 from policy.simulated import drafts_of, observed, plain
 
@@ -22,6 +23,8 @@ from dflash_mlx.policy.width import FixedWidth, RoundCosts
 PLACES = 15
 # How far a measured round may be off, and how much rounds vary.
 OFF, NOISE, SEEDS = 0.05, 0.05, 3
+# A computer with other work becomes so many times slower, and quick again, with this chance at each round.
+SLOWER, CHANGES = 1.6, 0.01
 
 
 @dataclass(frozen=True)
@@ -98,25 +101,38 @@ FIXED = [FixedWidth(0), *(FixedWidth(width) for width in (1, 3, 7, 15))]
 FIXED_TREES = [FixedWidth(size, places=PLACES) for size in (15, 31, 63)]  # where they were measured
 
 
-def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, seconds_of: Callable[[float], float]) -> float:
-    """Answer by the policy, in the order in which the decode loop asks it; tokens a second."""
+class Clock:
+    """How long rounds are seen to take, other than they should."""
+
+    def __init__(self, rng: random.Random, *, steady: bool) -> None:
+        self.rng, self.steady, self.slower = rng, steady, False
+
+    def __call__(self, seconds: float) -> float:
+        if not self.steady and self.rng.random() < CHANGES:
+            self.slower = not self.slower
+        return seconds * (SLOWER if self.slower else 1.0) * self.rng.lognormvariate(0, NOISE)
+
+
+def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, clock: Clock | None = None) -> float:
+    """Answer by the policy, in the order in which the decode loop asks it; tokens a second of a steady machine.
+
+    clock: by which the policy is told what rounds took.
+    """
     at, end, spent = 0, len(trace.ranks), 0.0
     following = policy.next_round(may_branch=costs.trees is not None)
     while at < end:
-        choice, gained = following, 1
+        choice = following
+        tree, forecast, path, took = HostTree([], [], []), None, [0], costs.chains.plain
         if choice.places:
             tree, forecast = drafts_of(policy, choice, trace.probabilities(at))
             path = tree.walk(trace.text(at))
             kind = costs.trees if costs.trees is not None and choice.tree else costs.chains
-            took, gained = seconds_of(kind.round(tree.size, drafted=choice.places)), len(path)
-            seen = observed(choice, tree, forecast, path, took)
-        else:
-            took = seconds_of(costs.chains.plain)
-            seen = plain(took)
+            took = kind.round(tree.size, drafted=choice.places)
         # The next draft is launched before the outcome of this round is known.
         following = policy.next_round(may_branch=costs.trees is not None)
-        policy.observe(seen)
-        at, spent = at + gained, spent + took
+        seen = clock(took) if clock is not None else took
+        policy.observe(observed(choice, tree, forecast, path, seen) if choice.places else plain(seen))
+        at, spent = at + len(path), spent + took
     return at / spent
 
 
@@ -145,36 +161,37 @@ def fixed_speeds(trace: Trace, costs: PairCosts) -> dict[str, float]:
     trees = costs.trees.round_seconds if costs.trees is not None else {}
     policies = [*FIXED, *(policy for policy in FIXED_TREES if policy.width in trees)]
     names = [f"{policy.width}{' tree' if policy.branches else ''}" for policy in policies]
-    return {
-        name: replay(trace, policy, costs, lambda seconds: seconds)
-        for name, policy in zip(names, policies, strict=True)
-    }
+    return {name: replay(trace, policy, costs) for name, policy in zip(names, policies, strict=True)}
 
 
-def automatic_speeds(costs: PairCosts, seed: int) -> Iterator[float]:
+def automatic_speeds(costs: PairCosts, seed: int, *, steady: bool) -> Iterator[float]:
     """Tokens a second of one answer after another, left to itself."""
     rng = random.Random(seed)
-    known, experience = measured(costs, rng), Experience()
+    known, experience, clock = measured(costs, rng), Experience(), Clock(rng, steady=steady)
     for trace in traces():
         mine = copy.deepcopy(experience)
         policy = choose_policy(copy.deepcopy(known), PLACES, mine)
-        yield replay(trace, policy, costs, lambda seconds: seconds * rng.lognormvariate(0, NOISE))
+        yield replay(trace, policy, costs, clock)
         experience = experience.merged(mine)
 
 
+@pytest.mark.parametrize("steady", [True, False], ids=["steady", "unsteady"])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_little_is_lost_against_the_best_fixed_choice(machine):
+def test_little_is_lost_against_the_best_fixed_choice(machine, steady):
     costs = MACHINES[machine]
     fixed = [fixed_speeds(trace, costs) for trace in traces()]
     found = [
         Result(trace.category, speed, choices)
         for seed in range(SEEDS)
-        for trace, speed, choices in zip(traces(), automatic_speeds(costs, seed), fixed, strict=True)
+        for trace, speed, choices in zip(traces(), automatic_speeds(costs, seed, steady=steady), fixed, strict=True)
     ]
     mean = statistics.geometric_mean
     choices = list(fixed[0])
     over_all = {choice: mean(r.speed / r.fixed[choice] for r in found) for choice in choices}
-    print(f"\n{machine}: times the speed of", ", ".join(f"{choice}: {over_all[choice]:.2f}" for choice in choices))
+    print(
+        f"\n{machine}{'' if steady else ', unsteady'}: times the speed of",
+        ", ".join(f"{choice}: {over_all[choice]:.2f}" for choice in choices),
+    )
     kept: dict[str, float] = {}
     for category in dict.fromkeys(result.category for result in found):
         mine = [result for result in found if result.category == category]
