@@ -86,12 +86,18 @@ def gpu(plain: float, chain: float, draft: float, *, trees: dict[int, float] | N
 # (M3 Ultra, whose kernel is that of M1 and M2), 3863 (M3 Max), 3839 (M4 Pro) and pull request 3791 (M5 Max).
 MACHINES = {
     "2 CPU cores": PairCosts(
-        RoundCosts({0: 61.1, 1: 83.1, 15: 131.2}, {1: 13.3, 7: 15.9, 15: 20.1}, steep=True),
-        RoundCosts({0: 61.1, 1: 90.0, 7: 109.2, 15: 128.1}, {1: 13.3, 7: 15.9, 15: 20.1}, steep=True, places=PLACES),
+        RoundCosts({0: 51.1, 1: 66.5, 3: 79.4, 7: 85.6, 15: 103.5}, {1: 10.3, 7: 13.1, 15: 16.5}, steep=True),
+        RoundCosts(
+            {0: 51.1, 1: 77.2, 2: 84.6, 3: 88.4, 4: 90.9, 7: 94.0, 8: 103.0, 15: 106.6, 31: 148.0},
+            {1: 10.3, 7: 13.1, 15: 16.5},
+            steep=True,
+            places=PLACES,
+        ),
     ),
-    "H200": gpu(3.2, 4.6, 1.4),
-    "H200, slower computer": gpu(3.1, 5.2, 1.2, trees={1: 6.3, 7: 6.4, 15: 6.4, 31: 6.6, 63: 7.2}),
-    "H200, dear trees": gpu(3.0, 4.2, 1.2, trees={15: 6.65, 31: 7.05}),
+    "H200": gpu(2.8, 3.7, 1.3, trees={1: 4.1, 3: 4.2, 15: 4.2, 31: 4.3, 63: 6.0}),
+    "H200, slower computer": gpu(3.3, 4.4, 1.2, trees={1: 5.1, 3: 5.6, 15: 5.6, 31: 5.6, 63: 7.4}),
+    "H200, trees before they had kernels": gpu(3.0, 4.2, 1.2, trees={15: 6.65, 31: 7.05}),
+    "H200, no trees": gpu(3.2, 4.6, 1.4),
     "M1": table({1: 1.0, 2: 1.83, 4: 3.26, 8: 6.1, 16: 6.3}, drafter=0.15),
     "M3": table({1: 1.0, 2: 1.0, 4: 1.28, 6: 2.0, 8: 2.5, 9: 3.1, 10: 3.94, 16: 3.94}, drafter=0.15),
     "M4": table({1: 1.0, 2: 1.03, 3: 1.22, 4: 1.47, 6: 2.07, 8: 2.69, 16: 3.9}, drafter=0.15),
@@ -202,5 +208,5 @@ def test_little_is_lost_against_the_best_fixed_choice(machine, steady):
         print(
             f"  {category:22} {kept[category]:.3f} of {best}; {hindsight:.3f} of each answer's best; {worst:.2f} of 0"
         )
-    assert min(kept.values()) > 0.9
-    assert min(over_all.values()) > 0.95
+    assert min(kept.values()) > 0.95
+    assert min(over_all.values()) > 0.97
