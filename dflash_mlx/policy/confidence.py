@@ -1,6 +1,5 @@
 """Each round's own drafts, by the drafter's confidence in them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,10 +40,9 @@ class Confidence:
         self.kept = FADE * self.kept + kept
         self.promised = FADE * self.promised + promised
 
-    def weigh_sizes(self, tokens: Sequence[float]) -> None:
+    def weigh_sizes(self, tokens: np.ndarray) -> None:
         """Note what trees of each size would have promised in a round."""
-        known = np.array(tokens) if self.tokens is None else self.tokens
-        self.tokens = FADE * known + (1 - FADE) * np.array(tokens)
+        self.tokens = tokens if self.tokens is None else FADE * self.tokens + (1 - FADE) * tokens
 
 
 class ConfidentWidth:

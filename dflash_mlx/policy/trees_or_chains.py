@@ -6,7 +6,6 @@ was measured. While chains are used, nothing is known of trees, so now and then 
 """
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,6 +18,8 @@ from dflash_mlx.policy.width import FADE, AcceptanceEstimate, RoundCosts, Steady
 # More than trees have been seen to gain by a chain's tokens: the demo pair's gain 1.42 times as many on the built-in
 # prompts and 1.14 times on its own answers. Where they take so much longer, they are not tried.
 MOST_GAIN = 1.6
+# A size of trees is left out whose rounds take so many times as long as those of the next smaller one.
+_TOO_MUCH = 1.25
 # A change to chains must promise this much.
 _HYSTERESIS = 1.05
 # Rounds of trees before a change to chains, and of chains before the next look at trees, which comes less and less
@@ -75,20 +76,21 @@ class Comparison:
     chain_gained: float = _PRIOR_TOKENS
     chain_promised: float = _PRIOR_TOKENS
 
-    def add(self, round: Observation, calibration: float, seconds: float, chains: Sequence[float]) -> None:
+    def add(self, round: Observation, calibration: float, seconds: float, chains: np.ndarray) -> None:
         """A round of trees, which takes so many `seconds`; chains: those of rounds of 0, 1, 2, ... drafts."""
         forecast = round.forecast
         assert forecast is not None
-        tokens = SteadyTree.expected(forecast, round.width)
-        best = np.minimum(forecast.best * calibration, 1.0)
-        chain = np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(best))])
-        rounds = tokens / np.pad(chain, (0, len(chains) - len(chain)), mode="edge")
+        tokens = 1.0 + float(forecast.chances[: round.width].sum())
+        chain = np.ones(len(chains))
+        places = min(len(forecast.best), len(chains) - 1)
+        chain[1 : places + 1] += np.cumsum(np.cumprod(np.minimum(forecast.best[:places] * calibration, 1.0)))
+        chain[places + 1 :] = chain[places]
         self.seconds = FADE * self.seconds + seconds
-        self.chain_seconds = FADE * self.chain_seconds + rounds * chains
+        self.chain_seconds = FADE * self.chain_seconds + tokens / chain * chains
         self.gained = _SLOW_FADE * self.gained + round.num_accepted + 1
         self.promised = _SLOW_FADE * self.promised + tokens
         self.chain_gained = _SLOW_FADE * self.chain_gained + round.firsts + 1
-        self.chain_promised = _SLOW_FADE * self.chain_promised + chain[min(round.depth, len(chain) - 1)]
+        self.chain_promised = _SLOW_FADE * self.chain_promised + chain[min(round.depth, places)]
 
     @property
     def lead(self) -> float:
@@ -140,6 +142,11 @@ def choose_policy(
     return TreesOrChains(costs.chains, costs.trees, places, experience)
 
 
+def expected(forecast: Forecast) -> np.ndarray:
+    """Tokens that a tree of the 0, 1, 2, ... likeliest drafts promises."""
+    return 1.0 + np.concatenate([[0.0], np.cumsum(forecast.chances)])
+
+
 class SteadyTree:
     """Trees of the one size with the most expected tokens a second, by what the drafter held likely in the last rounds.
 
@@ -151,6 +158,11 @@ class SteadyTree:
     def __init__(self, costs: RoundCosts, places: int, confidence: Confidence) -> None:
         self.costs, self.places, self.confidence = costs, places, confidence
         self.sizes = sorted(size for size in costs.round_seconds if size)
+        # Twice as many drafts never gain so many more tokens, and to find them takes time in each round.
+        while len(self.sizes) > 1 and costs.round(self.sizes[-1]) > _TOO_MUCH * costs.round(self.sizes[-2]):
+            self.sizes.pop()
+        # Ratios matter, and drift is common to all.
+        self.seconds = np.array([costs.round(size) for size in self.sizes])
         # The one nearest to a chain's, until something is known.
         self.size = min(self.sizes, key=lambda size: abs(size - places))
         self.pauses = Pauses()
@@ -171,21 +183,15 @@ class SteadyTree:
         self.confidence.observe(round.num_accepted, round.promised)
         self.pauses.observe(round.num_accepted + 1, self.costs.round(round.width), self.costs.plain)
         if round.branched:
-            self.confidence.weigh_sizes([self.expected(round.forecast, size) for size in self.sizes])
+            self.confidence.weigh_sizes(expected(round.forecast)[np.minimum(self.sizes, len(round.forecast.chances))])
             self._settle()
-
-    @staticmethod
-    def expected(forecast: Forecast, size: int) -> float:
-        """Tokens that a tree of this size promises."""
-        return 1.0 + float(forecast.chances[:size].sum())
 
     def _settle(self) -> None:
         """Take the size that promises most."""
         tokens = self.confidence.tokens
         if tokens is None or len(tokens) != len(self.sizes):
             return
-        speeds = {size: count / self.costs.round(size) for size, count in zip(self.sizes, tokens, strict=True)}
-        self.size = max(speeds, key=lambda size: speeds[size])
+        self.size = self.sizes[int(np.argmax(tokens / self.seconds))]
 
     def take_notice(self) -> str | None:
         notice, self.pauses.notice = self.pauses.notice, None
@@ -202,6 +208,7 @@ class TreesOrChains:
         self.trees = SteadyTree(trees, places, experience.confidence)
         self.experience = experience
         experience.looked = 0
+        self._seconds_of_chains = np.array([chains.round(width) for width in range(places + 1)])
 
     def next_round(self, *, may_branch: bool) -> Choice:
         policy: WidthPolicy = self.chains if self.experience.chains or not may_branch else self.trees
@@ -216,9 +223,8 @@ class TreesOrChains:
         of_tree = round.forecast is not None or (round.drafted == 0 and not now.chains)
         policy: WidthPolicy = self.trees if of_tree else self.chains
         if round.branched:
-            seconds = self.trees.costs.round(round.width, drafted=round.drafted)
-            chains = [self.chains.costs.round(width) for width in range(self.trees.places + 1)]
-            now.comparison.add(round, self.trees.confidence.calibration, seconds, chains)
+            seconds = float(np.interp(round.width, self.trees.sizes, self.trees.seconds))
+            now.comparison.add(round, self.trees.confidence.calibration, seconds, self._seconds_of_chains)
             now.looked += 1
         policy.observe(round)
         if round.drafted == 0:

@@ -168,6 +168,13 @@ def test_trees_have_few_sizes_where_width_costs_little():
     assert len(sizes) > 1
 
 
+def test_sizes_that_cannot_pay_are_not_looked_for():
+    costs = RoundCosts({0: 1.0, 7: 1.1, 15: 1.2, 31: 1.4, 63: 1.8}, {1: 0.1}, steep=False, places=15)
+    assert SteadyTree(costs, 15, Confidence()).next_round(may_branch=True).tree == 31
+    only = RoundCosts({0: 1.0, 15: 2.0}, {1: 0.1}, steep=False, places=15)
+    assert SteadyTree(only, 15, Confidence()).next_round(may_branch=True).tree == 15
+
+
 @pytest.mark.parametrize(("second", "best"), [(0.001, 7), (0.3, 31)])
 def test_a_steady_tree_has_the_size_that_promises_most(second, best):
     """A drafter without alternatives gains nothing from more than a chain's drafts, one in doubt does. The next answer
