@@ -45,23 +45,28 @@ class Chances:
 
     @cached_property
     def packed(self) -> mx.array:
-        """All of it as one array, so that the host reads once."""
+        """All of it as one array, of a tree in uint32, so that the host reads once."""
         best = self.best.flatten()
         if self.likeliest is None or self.firsts is None:
             return best
-        return mx.concatenate([best, self.firsts.astype(mx.uint32).view(mx.float32), self.likeliest.chances])
+        best, chances = (array.astype(mx.float32).view(mx.uint32) for array in (best, self.likeliest.chances))
+        return mx.concatenate([best, chances, self.firsts.astype(mx.uint32)])
 
     def read(self) -> np.ndarray:
         """Wait for the device: (B, W) float64."""
-        return np.array(self.packed)[: self.best.size].astype(np.float64).reshape(self.best.shape)
+        return self._numbers[: self.best.size].astype(np.float64).reshape(self.best.shape)
 
     def forecast(self, places: int | None = None) -> Forecast:
         """The same for a policy of the single lane, with a tree's chances; of a chain, of the first `places`."""
         [best] = self.read()
         if self.likeliest is None:
             return Forecast.of_chain(best[:places], self.scale)
-        firsts, chances = np.split(np.array(self.packed)[best.size :], [best.size])
+        chances, firsts = np.split(self._numbers[best.size :], [self.likeliest.size])
         return Forecast(best, chances.astype(np.float64), firsts.view(np.uint32))
+
+    @property
+    def _numbers(self) -> np.ndarray:
+        return np.array(self.packed).view(np.float32)
 
     def take(self, rows: Sequence[int]) -> "Chances":
         """Those of some lanes' chains only."""

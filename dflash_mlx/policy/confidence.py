@@ -42,7 +42,9 @@ class Confidence:
 
     def weigh_sizes(self, tokens: np.ndarray) -> None:
         """Note what trees of each size would have promised in a round."""
-        self.tokens = tokens if self.tokens is None else FADE * self.tokens + (1 - FADE) * tokens
+        if self.tokens is None or len(self.tokens) != len(tokens):
+            self.tokens = tokens
+        self.tokens = FADE * self.tokens + (1 - FADE) * tokens
 
 
 class ConfidentWidth:

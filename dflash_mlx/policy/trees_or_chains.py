@@ -25,7 +25,7 @@ _HYSTERESIS = 1.05
 # Rounds of trees before a change to chains, and of chains before the next look at trees, which comes less and less
 # often while it changes nothing.
 _LOOK, _FIRST_STAY, _LONGEST_STAY = 4, 64, 2048
-# How much a round lets fade what was kept of what was promised, and for how many tokens that is taken to be all of it.
+# How much a round lets fade what trees and chains kept of what they promised; for so many tokens it is taken to be all.
 _SLOW_FADE, _PRIOR_TOKENS = 0.98, 100.0
 
 
@@ -103,9 +103,9 @@ class Comparison:
 class Experience:
     """What answers teach the next one: which drafts are kept, and which kind of drafts is used.
 
-    chains: not trees; stayed: rounds drafted with chains since the last look at trees; stay: how many to the next one;
-    looked: rounds of trees since the last change. lead: how many times as fast as chains trees were when last compared,
-    None before. costs: by which an answer chose, and what they became.
+    chains: not trees; stayed: rounds drafted with chains since the last look at trees; stay: how many to the next one.
+    lead: how many times as fast as chains trees were when last compared, None before. costs: by which an answer chose,
+    and what they became.
     """
 
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
@@ -115,7 +115,6 @@ class Experience:
     chains: bool = False
     stayed: int = 0
     stay: int = _FIRST_STAY
-    looked: int = 0
     lead: float | None = None
     costs: PairCosts | None = None
 
@@ -140,11 +139,6 @@ def choose_policy(
     if costs.chains.steep:
         return ConfidentWidth(costs.trees, places, experience.confidence, experience.patience)
     return TreesOrChains(costs.chains, costs.trees, places, experience)
-
-
-def expected(forecast: Forecast) -> np.ndarray:
-    """Tokens that a tree of the 0, 1, 2, ... likeliest drafts promises."""
-    return 1.0 + np.concatenate([[0.0], np.cumsum(forecast.chances)])
 
 
 class SteadyTree:
@@ -183,7 +177,8 @@ class SteadyTree:
         self.confidence.observe(round.num_accepted, round.promised)
         self.pauses.observe(round.num_accepted + 1, self.costs.round(round.width), self.costs.plain)
         if round.branched:
-            self.confidence.weigh_sizes(expected(round.forecast)[np.minimum(self.sizes, len(round.forecast.chances))])
+            kept = np.cumsum(round.forecast.chances)
+            self.confidence.weigh_sizes(1.0 + kept[np.minimum(self.sizes, len(kept)) - 1])
             self._settle()
 
     def _settle(self) -> None:
@@ -207,7 +202,8 @@ class TreesOrChains:
         self.chains = SteadyWidth(chains, places, experience.estimate, experience.patience)
         self.trees = SteadyTree(trees, places, experience.confidence)
         self.experience = experience
-        experience.looked = 0
+        # Rounds of trees since the last change, or the beginning.
+        self._looked = 0
         self._seconds_of_chains = np.array([chains.round(width) for width in range(places + 1)])
 
     def next_round(self, *, may_branch: bool) -> Choice:
@@ -225,7 +221,7 @@ class TreesOrChains:
         if round.branched:
             seconds = float(np.interp(round.width, self.trees.sizes, self.trees.seconds))
             now.comparison.add(round, self.trees.confidence.calibration, seconds, self._seconds_of_chains)
-            now.looked += 1
+            self._looked += 1
         policy.observe(round)
         if round.drafted == 0:
             return
@@ -234,9 +230,9 @@ class TreesOrChains:
             # Where chains do not pay, trees still may.
             paused = self.chains.pauses.resting > 0 and (now.lead is None or now.lead > 1)
             if now.stayed >= now.stay or paused:
-                now.chains, now.stayed, now.looked = False, 0, 0
-                now.stay = min(2 * now.stay, _LONGEST_STAY)
-        elif now.looked >= _LOOK or (now.looked and self.trees.pauses.resting > 0):
+                now.chains, now.stayed, now.stay = False, 0, min(2 * now.stay, _LONGEST_STAY)
+                self._looked = 0
+        elif self._looked >= _LOOK or (self._looked and self.trees.pauses.resting > 0):
             now.lead = now.comparison.lead
             if now.lead < 1 / _HYSTERESIS:
                 now.chains = True
