@@ -15,6 +15,9 @@ from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.tree_rows import TreeShape, branched, free_places, keep_path
 from dflash_mlx.ranks.mirror import Mirrored
 
+# Single tokens after a tree, until its positions are put in order.
+_MOST_ALONE = 8
+
 # Computes with rows, which it reads and writes, and with further arrays; returns arrays.
 Body = Callable[..., Sequence[mx.array]]
 
@@ -78,8 +81,10 @@ class Pass(Mirrored):
 
     def over(self, rows: Rows, tokens: mx.array, tree: TreeShape | None = None) -> tuple[mx.array, mx.array | None]:
         """The tokens (B, L) that follow the rows' lengths, or the rows of a tree (1, L)."""
-        # To put positions in order takes longer than a single token gains by it.
-        alone = tree is None and rows.lengths.placed is not None and tokens.shape[1] == 1
+        # To put positions in order takes longer than a few single tokens gain by it.
+        lengths = rows.lengths
+        alone = tree is None and lengths.placed is not None and tokens.shape[1] == 1 and lengths.alone < _MOST_ALONE
+        lengths.alone = lengths.alone + 1 if alone else 0
         if tree is None and not alone:
             rows.tidy()
             chain: Body = self._chain_over if rows.states else self._chain
@@ -88,7 +93,7 @@ class Pass(Mirrored):
             rows.scatter()
             branches: Body = self._tree_over if rows.states else self._tree
             shape = tree if tree is not None else (mx.array([0]), mx.array([[True]]))
-            *found, rows.lengths.places = branches(rows, tokens, *shape, rows.lengths.placed)
+            *found, lengths.places = branches(rows, tokens, *shape, lengths.placed)
             if alone:
                 keep_path(rows, mx.array([0]))
         return found[0], found[1] if len(found) > 1 else None

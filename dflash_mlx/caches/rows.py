@@ -58,9 +58,10 @@ class RowLengths:
         self.seen = capacity
         self.tree: TreePass | None = None
         self.placed: mx.array | None = None
-        # Where the newest tree's rows are, (R,), and how many places may have been used since they were in order.
+        # Where the newest tree's rows are, (R,), how many places may have been used since they were in order, and how
+        # many single tokens have come since the newest tree.
         self.places: mx.array | None = None
-        self.used = 0
+        self.used = self.alone = 0
         self._index: tuple[mx.array, int, mx.array] | None = None
 
     @property

@@ -290,6 +290,32 @@ def test_trees_follow_one_another(family):
     assert mx.allclose(target.forward(mx.array([[7]]), caches), alone[:, -1:], rtol=1e-3, atol=1e-4).item()
 
 
+def test_after_some_single_tokens_positions_are_put_in_order(target):
+    text = [i % 30 for i in range(20)]
+    caches = target.make_cache()
+    target.forward(mx.array([text]), caches)
+    batch, model = target.as_row(caches, len(text)), target.pass_for(())
+    for parents in ([0, 0, 0], [0, 0, 0]):
+        batch.feed(model, mx.array([[5, 6, 7]]), at=mx.array([len(text)]), room=len(text) + 3, tree=shape_of(parents))
+        batch.keep_path(mx.array([0, 2]))
+        batch.commit(3, [2])
+        text += [5, 7]
+        for count in range(6):
+            found, _ = batch.feed(model, mx.array([[count]]), at=mx.array([len(text)]), room=len(text) + 1)
+            batch.commit(1, [1])
+            text.append(count)
+        assert batch.rows.lengths.placed is not None
+    in_order = []
+    for token in range(4):
+        found, _ = batch.feed(model, mx.array([[token]]), at=mx.array([len(text)]), room=len(text) + 1)
+        batch.commit(1, [1])
+        text.append(token)
+        in_order.append(batch.rows.lengths.placed is None)
+    assert in_order == [False, False, True, True]
+    alone = target.forward(mx.array([text]), target.make_cache())
+    assert mx.allclose(found, alone[:, -1:], rtol=1e-3, atol=1e-4).item()
+
+
 def test_a_row_with_trees_takes_others_in(target):
     """Its positions are put in order first."""
     texts = [[i % 30 for i in range(length)] for length in (20, 9)]
