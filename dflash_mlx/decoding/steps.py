@@ -64,7 +64,7 @@ class Chances:
         chances, firsts = np.split(self._numbers[best.size :], [self.likeliest.size])
         return Forecast(best, chances.astype(np.float64), firsts.view(np.uint32))
 
-    @property
+    @cached_property
     def _numbers(self) -> np.ndarray:
         return np.array(self.packed).view(np.float32)
 
