@@ -106,8 +106,8 @@ MACHINES = {
     "M4": table({1: 1.0, 2: 1.03, 3: 1.22, 4: 1.47, 6: 2.07, 8: 2.69, 16: 3.9}, drafter=0.15),
     "M5": table({1: 1.0, 3: 1.12, 5: 1.48, 8: 2.25, 12: 3.18, 16: 3.9}, drafter=0.15),
 }
-# What is kept of the speed of the best fixed choice for any kind of text. On the machine with an entry of its own, trees
-# and chains are about equally fast, and texts that gain more from chains than the drafter says lose too much.
+# What is kept of the speed of the best fixed choice for any kind of text. On the machine with an entry of its own,
+# trees and chains are about equally fast, and texts that gain more from chains than the drafter says lose too much.
 LEAST = dict.fromkeys(MACHINES, 0.95) | {"H200, slower computer, trees before they had kernels": 0.9}
 FIXED = [FixedWidth(0), *(FixedWidth(width) for width in (1, 3, 7, 15))]
 FIXED_TREES = [FixedWidth(size, places=PLACES) for size in (15, 31, 63)]  # where they were measured
