@@ -30,7 +30,7 @@ import mlx.nn as nn
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.contract import Drafter, Nobody
 from dflash_mlx.kernels import exponentials, rotary
-from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work, set_few_rows
+from dflash_mlx.kernels.few_rows_linear import called_together, fitting_layers, products_work, set_few_rows
 from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
 from dflash_mlx.kernels.race import Report, is_faster, take_turns
 from dflash_mlx.kernels.rows_attention import layers as rows_attention
@@ -51,7 +51,7 @@ Way = tuple[bool, int]
 W = TypeVar("W")
 _ORDINARY: Way = False, 0
 # To be raised when it is chosen among other ways.
-_SCHEMA = 3
+_SCHEMA = 4
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,15 @@ def use_where_faster(
     if layers and tree_steps.work():
         target.tree_steps = tree_steps.KERNELS
 
+    groups: list[list[nn.Linear]] = []
+
     def switch(way: Way) -> None:
-        set_few_rows(layers, way[1])
+        set_few_rows(layers, way[1], groups)
         target.set_replays(way[0])
 
+    if layers:
+        switch(_ORDINARY)
+        groups = called_together(layers, lambda: _round(target, drafter, _rows(drafter)))
     if before is not None and before.kernels == target.kernels:
         switch(before.way)
         return notes

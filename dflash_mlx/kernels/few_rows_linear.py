@@ -1,169 +1,164 @@
-"""Products of a few rows with a linear layer in one CUDA kernel.
+"""Products of a few rows with linear layers in one CUDA kernel.
 
 MLX prepares a cuBLAS product anew for each call with more than one row, which takes the computer longer than it takes
-the GPU to multiply a small matrix. This kernel is one plain launch. It reads the matrix once for every 16 rows and adds
-in float32, always in the same order: what comes out for a row does not depend on the other rows, nor on their number.
-It does not use the GPU's matrix units, so it pays for small matrices and up to some hundred rows only.
+the GPU to multiply a small matrix. This kernel is one plain launch. It reads a matrix once for every 16 rows, multiplies
+on the matrix units and adds in float32, always in the same order: what comes out for a row does not depend on the other
+rows, nor on their number.
+
+Layers that are called one after the other with the same rows, such as those for queries, keys and values, share a
+launch: the first one computes the products of all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from dflash_mlx.hooks import subclassed
+from dflash_mlx.kernels.sources import source
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
+_TYPES = (mx.float16, mx.bfloat16)
 # On a larger matrix the library's product is bound by memory, and faster.
 _MOST_WEIGHTS = 8_000_000
-_STATE = "_dflash_few_rows"
-# Rows and columns of the product that a block of threads computes: its warps have four columns each.
-_ROWS, _COLUMNS, _THREADS = 16, 16, 128
-
-# A warp's lanes share the depth: four numbers each of every 128. In the end each has 64 sums over its own part, which
-# are added up by exchanges in which a lane gives away half of its sums each time.
-_SOURCE = """
-    constexpr int OWN = 4;
-    constexpr int DEPTH = 128;
-    struct alignas(4 * sizeof(T)) Four { T at[4]; };
-    struct alignas(16) Floats { float at[4]; };
-    __shared__ Floats tile[ROWS][DEPTH / 4];
-
-    int rows = 1;
-    for (int i = 0; i + 1 < DIMENSIONS; i++) rows *= x_shape[i];
-    const int columns = w_shape[0], depth = w_shape[1];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int first_row = blockIdx.y * ROWS;
-    const int first_column = (blockIdx.x * (THREADS / 32) + warp) * OWN;
-
-    auto load = [](const T* from) {
-      const Four four = *reinterpret_cast<const Four*>(from);
-      Floats floats;
-      for (int j = 0; j < 4; j++) floats.at[j] = static_cast<float>(four.at[j]);
-      return floats;
-    };
-    const Floats nothing = {{0, 0, 0, 0}};
-
-    float sums[ROWS * OWN];
-    #pragma unroll
-    for (int i = 0; i < ROWS * OWN; i++) sums[i] = 0;
-    for (int start = 0; start < depth; start += DEPTH) {
-      __syncthreads();
-      for (int i = threadIdx.x; i < ROWS * DEPTH / 4; i += THREADS) {
-        const int row = first_row + i / (DEPTH / 4), at = start + 4 * (i % (DEPTH / 4));
-        tile[i / (DEPTH / 4)][i % (DEPTH / 4)] =
-            row < rows && at < depth ? load(x + static_cast<int64_t>(row) * depth + at) : nothing;
-      }
-      __syncthreads();
-      const int at = start + 4 * lane;
-      Floats weights[OWN];
-      #pragma unroll
-      for (int c = 0; c < OWN; c++)
-        weights[c] = first_column + c < columns && at < depth
-            ? load(w + static_cast<int64_t>(first_column + c) * depth + at) : nothing;
-      #pragma unroll
-      for (int row = 0; row < ROWS; row++) {
-        const Floats numbers = tile[row][lane];
-        #pragma unroll
-        for (int c = 0; c < OWN; c++)
-          #pragma unroll
-          for (int j = 0; j < 4; j++) sums[row * OWN + c] += numbers.at[j] * weights[c].at[j];
-      }
-    }
-
-    #pragma unroll
-    for (int step = 0; step < 5; step++) {
-      const int distance = 16 >> step, half = (ROWS * OWN / 2) >> step;
-      const bool upper = lane & distance;
-      #pragma unroll
-      for (int i = 0; i < half; i++) {
-        const float given = upper ? sums[i] : sums[i + half];
-        const float kept = upper ? sums[i + half] : sums[i];
-        sums[i] = kept + __shfl_xor_sync(0xffffffff, given, distance);
-      }
-    }
-    const int row = first_row + lane / 2;
-    for (int i = 0; i < 2; i++) {
-      const int column = first_column + lane % 2 * 2 + i;
-      if (row < rows && column < columns)
-        out[static_cast<int64_t>(row) * columns + column] = static_cast<T>(sums[i]);
-    }
-"""
+_STATE, _CALLS = "_dflash_few_rows", "_dflash_calls"
+# Rows and columns of a product that a block of threads computes, and the most products of a launch.
+_ROWS, _COLUMNS, _THREADS, _MOST_PRODUCTS = 16, 8, 256, 16
 
 
-class _State(NamedTuple):
-    """Up to how many rows the kernel is used, and the layer's weight, as it is and transposed.
+class _State:
+    """How a layer computes few rows.
 
-    The view is made once, because each step that a call is spared counts.
+    most: up to how many the kernel takes. weight: the layer's, and as it is multiplied without the kernel; this view is
+    made once, because each step that a call is spared counts. followers: layers whose products it computes along.
+    ready: rows, and the product of this layer with them that another layer has computed.
     """
 
-    most: int
-    weight: mx.array
-    transposed: mx.array
+    def __init__(self, most: int, weight: mx.array, followers: Sequence[nn.Linear]) -> None:
+        self.most, self.weight, self.transposed = most, weight, weight.T
+        self.followers = [follower.__dict__ for follower in followers]
+        self.weights = [weight, *(follower.weight for follower in followers)]
+        self.ready: tuple[mx.array, mx.array] | None = None
 
 
 class FewRowsLinear(nn.Linear):
     """A linear layer that multiplies a few rows by the kernel, and other numbers of rows as nn.Linear does."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        most, weight, transposed = self.__dict__[_STATE]
+        state: _State = self.__dict__[_STATE]
+        weight = state.weight
         if weight is not self["weight"]:
             # The weight was replaced, by other numbers or by what a gradient is taken of.
             return super().__call__(x)
-        if not 1 < x.size // weight.shape[1] <= most or x.dtype != weight.dtype:
-            return mx.addmm(self["bias"], x, transposed) if "bias" in self else x @ transposed
-        product = multiply(x, weight)
+        ready, state.ready = state.ready, None
+        if ready is not None and ready[0] is x:
+            product = ready[1]
+        elif not 1 < x.size // weight.shape[1] <= state.most or x.dtype != weight.dtype:
+            return mx.addmm(self["bias"], x, state.transposed) if "bias" in self else x @ state.transposed
+        else:
+            product, *others = multiply(x, state.weights)
+            for follower, other in zip(state.followers, others, strict=True):
+                follower[_STATE].ready = x, other
         return product + self["bias"] if "bias" in self else product
 
 
-def multiply(x: mx.array, weight: mx.array) -> mx.array:
-    """x: (..., K), weight: (N, K) of the same type, K a multiple of 4 -> x @ weight.T, (..., N), by the kernel."""
-    columns, depth = weight.shape
-    rows = x.size // depth
-    (product,) = _kernel()(
-        inputs=[x, weight],
-        template=[("T", x.dtype), ("DIMENSIONS", x.ndim), ("ROWS", _ROWS), ("THREADS", _THREADS)],
-        grid=(-(-columns // _COLUMNS) * _THREADS, -(-rows // _ROWS), 1),
+def multiply(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
+    """x: (..., K), each weight: (N, K), all of the same type, float16 or bfloat16, K a multiple of 32
+    -> x @ weight.T, (..., N), of each, by the kernel."""
+    columns = [weight.shape[0] for weight in weights]
+    rows = x.size // x.shape[-1]
+    found: list[mx.array] = _kernel(len(weights))(
+        inputs=[x, *weights],
+        template=[("T", x.dtype), ("BRAIN", x.dtype == mx.bfloat16), ("DIMENSIONS", x.ndim), ("THREADS", _THREADS)],
+        grid=(sum(-(-count // _COLUMNS) for count in columns) * _THREADS, -(-rows // _ROWS), 1),
         threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(*x.shape[:-1], columns)],
-        output_dtypes=[x.dtype],
+        output_shapes=[(*x.shape[:-1], count) for count in columns],
+        output_dtypes=[x.dtype] * len(columns),
     )
-    return product
+    return found
 
 
 def products_work(dtype: mx.Dtype) -> bool:
-    """Whether the kernel can be compiled here, and gives what MLX's product gives."""
+    """Whether the kernel can be compiled here, takes this type, and gives what MLX's products give."""
+    if dtype not in _TYPES:
+        return False
     rng = np.random.default_rng(0)
-    x, weight = (
-        mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype) for shape in ((2, 9, 160), (35, 160))
+    x, *weights = (
+        mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
+        for shape in ((2, 9, 416), (35, 416), (8, 416))
     )
     try:
-        return relative_difference(multiply(x, weight), x @ weight.T) <= TOLERANCE[dtype]
+        pairs = [
+            (product, x @ weight.T) for some in (weights, weights[:1]) for product, weight in zip(multiply(x, some), some)
+        ]
+        return all(relative_difference(found, expected) <= TOLERANCE[dtype] for found, expected in pairs)
     except (RuntimeError, ValueError):  # no compiler, or one that refuses it
         return False
 
 
 def fitting_layers(model: nn.Module, *, without: Sequence[nn.Module] = ()) -> list[nn.Linear]:
-    """A model's layers that the kernel can stand in for: plain ones, of a size that it is made for."""
+    """A model's layers that the kernel can stand in for: plain ones, of a type and size that it is made for."""
     return [
         layer
         for layer in model.modules()
         if type(layer) is nn.Linear
+        and layer.weight.dtype in _TYPES
         and layer.weight.shape[1] % 32 == 0
         and layer.weight.size <= _MOST_WEIGHTS
         and not any(layer is other for other in without)
     ]
 
 
-def set_few_rows(layers: Sequence[nn.Linear], most: int) -> None:
-    """Have 2 to `most` rows of these layers multiplied by the kernel; 0 makes them plain layers again."""
+def called_together(layers: Sequence[nn.Linear], run: Callable[[], object]) -> list[list[nn.Linear]]:
+    """Those of these layers that are called one after the other with the same rows, while something runs.
+
+    Of each group the first layer comes first; a layer can be in several groups, but is first in one at most.
+    """
+    calls: list[tuple[nn.Linear, mx.array]] = []
+    with subclassed(layers, _noting, notes={_CALLS: [calls] * len(layers)}):
+        run()
+    groups: dict[int, list[nn.Linear]] = {}
+    group: list[nn.Linear] = []
+    rows = None
+    for layer, x in calls:
+        first = group[0] if group and rows is x else None
+        if (
+            first is None
+            or len(group) == _MOST_PRODUCTS
+            or any(layer is other for other in group)
+            or layer.weight.dtype != first.weight.dtype
+        ):
+            group, rows = [], x
+            if id(layer) not in groups:
+                groups[id(layer)] = group
+        group.append(layer)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+@cache
+def _noting(kind: type[nn.Module]) -> type[nn.Module]:
+    def call(self: nn.Module, x: mx.array) -> mx.array:
+        self.__dict__[_CALLS].append((self, x))
+        product: mx.array = kind.__call__(self, x)
+        return product
+
+    return type(f"Noting{kind.__name__}", (kind,), {"__call__": call})
+
+
+def set_few_rows(layers: Sequence[nn.Linear], most: int, groups: Sequence[Sequence[nn.Linear]] = ()) -> None:
+    """Have 2 to `most` rows of these layers multiplied by the kernel; 0 makes them plain layers again.
+
+    groups: of the layers, those that share a launch (`called_together`).
+    """
+    followers = {id(first): others for first, *others in groups}
     for layer in layers:
         if most:
-            transposed = layer.weight.T
-            mx.eval(transposed)
-            object.__setattr__(layer, _STATE, _State(most, layer.weight, transposed))
+            state = _State(most, layer.weight, followers.get(id(layer), []))
+            mx.eval(state.transposed)
+            object.__setattr__(layer, _STATE, state)
             layer.__class__ = FewRowsLinear
         else:
             layer.__class__ = nn.Linear
@@ -171,11 +166,20 @@ def set_few_rows(layers: Sequence[nn.Linear], most: int) -> None:
 
 
 @cache
-def _kernel() -> Any:
+def _kernel(count: int) -> Any:
+    """The kernel for so many products with the same rows."""
+    matrices, products = [f"w{i}" for i in range(count)], [f"product{i}" for i in range(count)]
+    lists = {
+        "const int sizes": [f"{name}_shape[0]" for name in matrices],
+        "const T* const matrices": matrices,
+        "T* const products": products,
+    }
     return mx.fast.cuda_kernel(
-        name="dflash_few_rows_product",
-        input_names=["x", "w"],
-        output_names=["out"],
-        source=_SOURCE,
+        name=f"dflash_few_rows_{count}_products",
+        input_names=["x", *matrices],
+        output_names=products,
+        source="".join(f"{name}[] = {{{', '.join(items)}}};\n" for name, items in lists.items())
+        + source("few_rows_linear.cu"),
+        header=source("matrix_units.cu"),
         ensure_row_contiguous=True,
     )

@@ -74,9 +74,9 @@ class CudaKernel:
             arrays = [np.ascontiguousarray(a) for a in arrays]
         outputs = [np.zeros(shape, storage(dtype)) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
         run = self._compile(dtypes, [TYPES[dtype] for dtype in output_dtypes], template)
-        data = (ctypes.c_void_p * 16)(*[a.ctypes.data for a in [*arrays, *outputs]])
-        shapes = np.zeros((16, 8), np.int32)
-        strides = np.zeros((16, 8), np.int64)
+        data = (ctypes.c_void_p * 40)(*[a.ctypes.data for a in [*arrays, *outputs]])
+        shapes = np.zeros((40, 8), np.int32)
+        strides = np.zeros((40, 8), np.int64)
         for i, array in enumerate(arrays):
             shapes[i, : array.ndim] = array.shape
             strides[i, : array.ndim] = [step // array.itemsize for step in array.strides]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from tiny import tiny_drafter, tiny_target
@@ -16,6 +17,8 @@ from dflash_mlx.kernels.few_rows_linear import _STATE, FewRowsLinear, fitting_la
 def pair(monkeypatch):
     """Target, drafter and their linear layers; as if on CUDA, and without races of other kernels."""
     target, drafter = tiny_target("qwen2"), tiny_drafter()
+    for model in (target.model, drafter):
+        model.set_dtype(mx.float16)
     linear = fitting_layers(target.model, without=[target.head_module]) + fitting_layers(drafter)
     monkeypatch.setattr(few_rows, "backend", lambda: replace(runtime.backend(), kind="cuda"))
     monkeypatch.setattr(few_rows.rows_attention, "use_where_faster", lambda *_, **__: ("", []))

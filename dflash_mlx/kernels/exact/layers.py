@@ -32,7 +32,7 @@ class KernelLinear(nn.Linear):
     """A linear layer that multiplies any number of rows by the CUDA kernel for few, which computes each row alike."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        product = multiply(x, self["weight"])
+        [product] = multiply(x, [self["weight"]])
         return product + self["bias"] if "bias" in self else product
 
 
