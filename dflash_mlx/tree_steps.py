@@ -1,4 +1,4 @@
-"""The steps of a round that make a tree of drafts and walk through it, on the device, in plain MLX.
+"""The steps of a round that make a tree of drafts, feed it and walk through it, on the device, in plain MLX.
 
 There are kernels for them, too (kernels/tree_steps/), which have to compute the same. Everything is about a single
 answer. W places are drafted, and at each of them K candidates come into question. What the paths and rows of a tree are
@@ -16,19 +16,39 @@ from dflash_mlx.sampling import best_columns
 
 # A path is always likelier than what continues it: no probability counts as more than this, or as less than e^-30.
 SUREST, LEAST = 0.995, -30.0
+# The position of a place in a cache that holds none.
+NOWHERE = 1 << 30
 
 
 # Paths that were found, in whatever form the way that found them builds trees of them.
 Found = Sequence[mx.array]
 
 
+class Walk(NamedTuple):
+    """The target's way through a tree, on the device.
+
+    num_accepted: (1,). path: (D + 1,), the rows gone through, the anchor's first; tokens: (1, D + 1), what the target
+    chose at these rows; what comes after index `num_accepted` is meaningless. anchor: (1,), the last token chosen.
+    said: (1, D + 4) uint32, what the host wants to know: num_accepted, the tokens, and the bits of two float32: the
+    probability that the path went on, summed over the rows of it with children, and the depth of the tree.
+    """
+
+    num_accepted: mx.array
+    path: mx.array
+    tokens: mx.array
+    anchor: mx.array
+    said: mx.array
+
+
 class TreeSteps(NamedTuple):
-    """Ways to compute the four steps, of which this file has the plain ones."""
+    """Ways to compute the six steps, of which this file has the plain ones."""
 
     rank: Callable[[mx.array, int], tuple[mx.array, mx.array]]
-    find: Callable[[mx.array, int, float], tuple[Found, mx.array]]
+    find: Callable[[mx.array, mx.array, int, float], tuple[Found, mx.array]]
     build: Callable[[Found, int, mx.array, mx.array], tuple[mx.array, mx.array, mx.array, mx.array]]
-    walk: Callable[[mx.array, mx.array, mx.array, mx.array, mx.array, int], tuple[mx.array, mx.array, mx.array]]
+    place: Callable[[mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array, mx.array, mx.array]]
+    walk: Callable[[mx.array, mx.array, mx.array, mx.array, mx.array, int], Walk]
+    keep: Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
 
 
 class Paths(NamedTuple):
@@ -97,12 +117,12 @@ def rank(
     return mx.take_along_axis(columns, order, axis=-1), log_probs
 
 
-def find(log_probs: mx.array, size: int, log_scale: float) -> tuple[Found, mx.array]:
+def find(token_ids: mx.array, log_probs: mx.array, size: int, log_scale: float) -> tuple[Found, mx.array]:
     """The `size` likeliest of all paths through the candidates (W, K), to whose `log_probs` `log_scale` is added.
 
-    There must be so many. Returns the paths, and their chances (N,), the likeliest first.
+    There must be so many. Returns the paths, the likeliest first, and what the host may want to know (`said_of`).
     """
-    paths = likely_paths(*log_probs.shape, size)
+    paths, best, firsts = likely_paths(*log_probs.shape, size), mx.exp(log_probs[:, 0]), token_ids[:, 0]
     log_probs = clipped(log_probs, log_scale)
     # Over the whole rows: of a single number with others of its row behind it, MLX's sum writes those, too, on CUDA.
     straight = mx.cumsum(log_probs, axis=0)[:, 0]
@@ -111,7 +131,16 @@ def find(log_probs: mx.array, size: int, log_scale: float) -> tuple[Found, mx.ar
     found = mx.argpartition(-sums, size)[: size + 1] if size + 1 < sums.size else mx.arange(sums.size)
     # The first one is the empty path, which no other is likelier than.
     found = found[mx.argsort(-sums[found])]
-    return (found, paths.marks), mx.exp(sums[found[1:]])
+    return (found, paths.marks), said_of(best, mx.exp(sums[found[1:]]), firsts)
+
+
+def said_of(best: mx.array, chances: mx.array, firsts: mx.array) -> mx.array:
+    """What is told of a tree's drafts, as one array so that the host reads once: (2 W + N,) uint32.
+
+    The bits of how likely the best token of each place is, (W,), and each of the paths, (N,); and these tokens, (W,).
+    """
+    best, chances = (array.astype(mx.float32).view(mx.uint32) for array in (best, chances))
+    return mx.concatenate([best, chances, firsts.astype(mx.uint32)])
 
 
 def clipped(log_probs: mx.array, log_scale: float) -> mx.array:
@@ -134,13 +163,28 @@ def build(
     return tokens.astype(mx.uint32), mx.exp(own), depths, visible
 
 
+def place(
+    placed: mx.array, length: mx.array, depths: mx.array, visible: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Where a tree's rows go in a cache of which (C,) says which position is `placed` where, out of order.
+
+    length: (1,), the positions that count; depths, visible: of the R rows, as `build` returns them. The rows take the
+    first places that hold none of these positions. Returns the rows' positions (R,), what each sees, boolean (R, C),
+    the position that each place has then, (C,), and the rows' places (R,).
+    """
+    count, held = depths.size, placed < length
+    places = mx.sort(mx.where(held, NOWHERE, mx.arange(placed.size)))[:count]
+    # Of each place, which row of the tree is there, below 0 where none is.
+    row = mx.put_along_axis(mx.full(placed.shape, -1, dtype=mx.int32), places, mx.arange(count), axis=0)
+    index, row_positions = mx.maximum(row, 0), length + depths
+    mask = mx.where(row < 0, held, mx.take(visible, index, axis=1))
+    return row_positions, mask, mx.where(row < 0, placed, row_positions[index]), places
+
+
 def walk(
     tokens: mx.array, probabilities: mx.array, depths: mx.array, visible: mx.array, choices: mx.array, depth: int
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Follow the target's choices (N + 1,), one for each row of a tree, from the anchor on.
-
-    Returns what `decoding.tree.Walk` holds: how many drafts are kept, the rows gone through (depth + 1,), and (2,).
-    """
+) -> Walk:
+    """Follow the target's choices (N + 1,), one for each row of a tree, from the anchor on."""
     rows = mx.arange(depths.size)
     parents = mx.where(visible & (rows < rows[:, None]), rows, 0).max(axis=1)
     differs = tokens != choices[parents[1:]]
@@ -149,7 +193,20 @@ def walk(
     reached = ~(visible[:, 1:] & differs).any(axis=1)
     path = mx.argsort(mx.where(reached, rows, rows + rows.size))[: depth + 1]
     promised = mx.where(reached[parents[1:]], probabilities, 0).sum()
-    return reached.sum() - 1, path, mx.stack([promised, depths.max().astype(mx.float32)])
+    num_accepted, kept = reached.sum(keepdims=True).astype(mx.int32) - 1, choices[path].astype(mx.uint32)
+    numbers = mx.stack([promised, depths.max().astype(mx.float32)]).view(mx.uint32)
+    said = mx.concatenate([num_accepted.astype(mx.uint32), kept, numbers])
+    return Walk(num_accepted, path, kept[None], kept[num_accepted], said[None])
 
 
-PLAIN = TreeSteps(rank, find, build, walk)
+def keep(placed: mx.array, length: mx.array, places: mx.array, path: mx.array) -> mx.array:
+    """Let the rows of a `path` (D + 1,) through a tree, which is at `places` (R,), be the positions after the `length`.
+
+    Returns what is `placed` where then (`place`). What other places held after the length does not count any longer,
+    and must not when there are more positions.
+    """
+    left = mx.where(placed < length, placed, NOWHERE)
+    return mx.put_along_axis(left, places[path], length + mx.arange(path.size), axis=0)
+
+
+PLAIN = TreeSteps(rank, find, build, place, walk, keep)

@@ -12,8 +12,9 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.caches.tree_rows import TreeShape, branched, free_places, keep_path
+from dflash_mlx.caches.tree_rows import TreeShape, branched, keep_path
 from dflash_mlx.ranks.mirror import Mirrored
+from dflash_mlx.tree_steps import PLAIN, TreeSteps
 
 # Single tokens after a tree, until its positions are put in order.
 _MOST_ALONE = 8
@@ -62,7 +63,8 @@ class Pass(Mirrored):
     """A target's pass: over mlx-lm's caches of one answer, or `over` rows.
 
     run: tokens (B, L) and caches -> logits (B, L, V) and, where a drafter wants them, features (B, L, taps * D).
-    replays: whether passes over rows are replayed; rows with recurrent layers never are.
+    replays: whether passes over rows are replayed; rows with recurrent layers never are. steps: how a tree's rows find
+    their places.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class Pass(Mirrored):
         *,
         ropes: Sequence[Any] = (),
         replays: bool = False,
+        steps: TreeSteps = PLAIN,
     ) -> None:
-        self._run, self._ropes = run, ropes
+        self._run, self._ropes, self._steps = run, ropes, steps
         bodies: list[Body] = [self._chain_over, self._tree_over]
         self._chain, self._tree = (replayed(body, on=replays) for body in bodies)
 
@@ -95,7 +98,7 @@ class Pass(Mirrored):
             shape = tree if tree is not None else (mx.array([0]), mx.array([[True]]))
             *found, lengths.places = branches(rows, tokens, *shape, lengths.placed)
             if alone:
-                keep_path(rows, mx.array([0]))
+                keep_path(rows, mx.array([0]), self._steps)
         return found[0], found[1] if len(found) > 1 else None
 
     def _chain_over(self, rows: Rows, tokens: mx.array) -> list[mx.array]:
@@ -105,7 +108,9 @@ class Pass(Mirrored):
         self, rows: Rows, tokens: mx.array, depths: mx.array, visible: mx.array, placed: mx.array
     ) -> list[mx.array]:
         """Also returns the places at which the rows are."""
-        rows.lengths.placed = placed
-        places = free_places(placed, rows.lengths.value, tokens.shape[1])
-        with branched(self._ropes, rows, depths, visible, places):
-            return [*self._chain_over(rows, tokens), places]
+        lengths = rows.lengths
+        lengths.placed = placed
+        with branched(self._ropes, rows, depths, visible, self._steps):
+            assert lengths.tree is not None
+            assert lengths.tree.places is not None
+            return [*self._chain_over(rows, tokens), lengths.tree.places]

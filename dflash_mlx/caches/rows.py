@@ -21,6 +21,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from dflash_mlx.caches.trimming import fill_window, held, leaves, newest
 from dflash_mlx.runtime import backend
+from dflash_mlx.tree_steps import NOWHERE
 
 _STEP = 256
 # And how many of them are looked at grows in smaller steps.
@@ -29,10 +30,6 @@ _SEEN_STEP = 32
 _SPARE = 32
 # Bytes of a layer's keys from which rows are put together layer by layer.
 _LARGE = 2**24
-
-
-# The position of a place that holds none.
-NOWHERE = 1 << 30
 
 
 class TreePass(NamedTuple):

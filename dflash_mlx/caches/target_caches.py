@@ -21,6 +21,7 @@ from dflash_mlx.caches.rows import Rows, fits
 from dflash_mlx.caches.tree_rows import TreeShape, find_ropes, keep_path
 from dflash_mlx.ranks.mirror import Mirrored, mirrored
 from dflash_mlx.rounding import TOLERANCE, relative_difference
+from dflash_mlx.tree_steps import PLAIN, TreeSteps
 
 
 class TargetCaches(Protocol):
@@ -59,10 +60,10 @@ class _Block:
 
 
 class BatchCaches(Mirrored):
-    """See `TargetCaches`. The model's `layers` are those that hold recurrent parts."""
+    """See `TargetCaches`. The model's `layers` are those that hold recurrent parts. steps: how trees are computed."""
 
-    def __init__(self, rows: Rows, layers: Sequence[nn.Module]) -> None:
-        self.rows = rows
+    def __init__(self, rows: Rows, layers: Sequence[nn.Module], steps: TreeSteps = PLAIN) -> None:
+        self.rows, self._steps = rows, steps
         self.commits_on_host = bool(rows.states)
         self._recorder = Recorder(layers) if rows.states else None
         self._blocks: list[_Block] = []
@@ -84,7 +85,7 @@ class BatchCaches(Mirrored):
 
     @mirrored
     def keep_path(self, path: mx.array) -> None:
-        keep_path(self.rows, path)
+        keep_path(self.rows, path, self._steps)
         if self._recorder is not None:
             [block] = self._blocks
             assert block.recording is not None

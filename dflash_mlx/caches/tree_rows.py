@@ -15,8 +15,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.caches.rows import NOWHERE, Rows, TreePass
+from dflash_mlx.caches.rows import RowLengths, Rows, TreePass
 from dflash_mlx.hooks import subclassed
+from dflash_mlx.tree_steps import TreeSteps
 
 # Of a tree's rows, the anchor first: how far each is from it, (N + 1,), and which rows each sees, (N + 1, N + 1).
 TreeShape = Sequence[mx.array]
@@ -29,33 +30,21 @@ def find_ropes(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def branched(
-    ropes: Sequence[nn.Module], rows: Rows, depths: mx.array, visible: mx.array, places: mx.array | None = None
+    ropes: Sequence[nn.Module], rows: Rows, depths: mx.array, visible: mx.array, steps: TreeSteps | None = None
 ) -> Iterator[None]:
     """For one forward over the rows of a tree, (1, R) tokens, the root first, of the model with these `find_ropes`.
 
     depths: of all rows of the tree so far, (S,), counted from the root; visible: which of them each one of the newest R
     sees, boolean (R, S). R is S unless earlier forwards were fed the others. Their keys and values are written after
-    the length in this order or, where positions are out of order, all of them at these `places` (R,).
+    the length in this order or, with `steps`, where positions are out of order, all of them at the first free places.
     """
+    lengths = rows.lengths
     assert rows.count == 1
-    lengths, (count, so_far) = rows.lengths, visible.shape
-    start, seen = lengths.value - (so_far - count), mx.arange(lengths.seen)
-    # Of each place, which row of the tree is there, below 0 where none is; and which positions the others hold.
-    if places is None:
-        row, positions = seen - start, seen
-        row = mx.where(row < so_far, row, -1)
-        held = seen < start
+    if steps is None:
+        lengths.tree = _after_length(lengths, depths, visible)
     else:
         assert lengths.placed is not None
-        assert count == so_far
-        row = mx.put_along_axis(mx.full((lengths.seen,), -1, dtype=mx.int32), places, mx.arange(so_far), axis=0)
-        positions = lengths.placed[: lengths.seen]
-        held = positions < start
-    index = mx.maximum(row, 0)
-    mask = mx.where(row < 0, held, mx.take(visible, index, axis=1))
-    row_positions = start + depths
-    positions = mx.where(row < 0, positions, row_positions[index])
-    lengths.tree = TreePass(row_positions[so_far - count :], mask, positions, places)
+        lengths.tree = TreePass(*steps.place(lengths.placed[: lengths.seen], lengths.value, depths, visible))
     try:
         with subclassed(ropes, _by_row):
             yield
@@ -63,20 +52,24 @@ def branched(
         lengths.tree = None
 
 
-def free_places(placed: mx.array, length: mx.array, count: int) -> mx.array:
-    """The first `count` places that hold none of the positions before the `length` (1,), given what is `placed`."""
-    places = mx.arange(placed.shape[0])
-    return mx.sort(mx.where(placed < length, NOWHERE, places))[:count]
+def _after_length(lengths: RowLengths, depths: mx.array, visible: mx.array) -> TreePass:
+    (count, so_far), seen = visible.shape, mx.arange(lengths.seen)
+    start = lengths.value - (so_far - count)
+    row, row_positions = seen - start, start + depths
+    # Of each place, which row of the tree is there, below 0 where none is.
+    row = mx.where(row < so_far, row, -1)
+    index = mx.maximum(row, 0)
+    mask = mx.where(row < 0, seen < start, mx.take(visible, index, axis=1))
+    positions = mx.where(row < 0, seen, row_positions[index])
+    return TreePass(row_positions[so_far - count :], mask, positions)
 
 
-def keep_path(rows: Rows, path: mx.array) -> None:
+def keep_path(rows: Rows, path: mx.array, steps: TreeSteps) -> None:
     """Of the tree that the rows were fed last, let the rows of `path`, (D + 1,), be the next positions."""
     lengths = rows.lengths
     assert lengths.placed is not None
     assert lengths.places is not None
-    # What the places held before does not count, and must not when there are more positions.
-    placed = mx.where(lengths.placed < lengths.value, lengths.placed, NOWHERE)
-    lengths.placed = mx.put_along_axis(placed, lengths.places[path], lengths.value + mx.arange(path.shape[0]), axis=0)
+    lengths.placed = steps.keep(lengths.placed, lengths.value, lengths.places, path)
 
 
 @cache

@@ -28,6 +28,7 @@ import numpy as np
 from dflash_mlx.decoding.tree import DraftTree, walk
 from dflash_mlx.drafters.contract import DraftVocabulary, Proposal, TreeChooser, best_tokens
 from dflash_mlx.sampling import SamplingParams, sampling_scores
+from dflash_mlx.tree_steps import Walk
 
 
 @dataclass
@@ -35,13 +36,18 @@ class Outcome:
     """What the target made of drafts of which at most D can be kept: all W of a chain, or a tree's longest path.
 
     Of one answer, or with a first axis (B,) of several. num_accepted: () int, drafts kept. tokens: (D + 1,): the kept
-    drafts, then at index `num_accepted` the target's own token; what comes after it is meaningless. said: (2,), of a
-    tree, how many drafts would be kept by the drafter's probabilities, and its depth (`tree.Walk`).
+    drafts, then at index `num_accepted` the target's own token; what comes after it is meaningless. walk: through a
+    tree, where that is how they came about.
     """
 
     num_accepted: mx.array
     tokens: mx.array
-    said: mx.array | None = None
+    walk: Walk | None = None
+
+    @classmethod
+    def of_tree(cls, walk: Walk) -> "Outcome":
+        """Of the only answer, (1,) and (1, D + 1)."""
+        return cls(walk.num_accepted, walk.tokens, walk)
 
     @cached_property
     def packed(self) -> mx.array:
@@ -50,11 +56,12 @@ class Outcome:
         An array of its own: on CUDA, MLX moves what the host reads to other memory, even while a pass that was launched
         ahead still reads the old.
         """
-        if self.said is None and self.tokens.shape[-1] == 1:
+        if self.walk is not None:
+            return self.walk.said
+        if self.tokens.shape[-1] == 1:
             return self.tokens.astype(mx.uint32) + mx.array(0, dtype=mx.uint32)
-        said = [] if self.said is None else [self.said.view(mx.uint32)]
         count = self.num_accepted[..., None].astype(mx.uint32)
-        return mx.concatenate([count, self.tokens.astype(mx.uint32), *said], axis=-1)
+        return mx.concatenate([count, self.tokens.astype(mx.uint32)], axis=-1)
 
     @property
     def depth(self) -> int:
@@ -62,30 +69,31 @@ class Outcome:
         return int(self.tokens.shape[-1]) - 1
 
     @property
-    def next_anchor(self) -> mx.array:
-        """The target's own token, (1,) or (B, 1), still on the device."""
-        return mx.take_along_axis(self.tokens, self.num_accepted[..., None], axis=-1)
+    def next_anchors(self) -> mx.array:
+        """The target's own token for each answer, (B,), still on the device."""
+        if self.walk is not None:
+            return self.walk.anchor
+        return mx.take_along_axis(self.tokens, self.num_accepted[:, None], axis=-1)[:, 0]
 
     @classmethod
     def stack(cls, outcomes: Sequence["Outcome"], depth: int) -> "Outcome":
-        """One outcome of several answers, of which at most `depth` drafts each can be kept. Trees come alone."""
+        """One outcome of several answers' chains, of which at most `depth` drafts each can be kept."""
         if len(outcomes) == 1:
             [one] = outcomes
-            return cls(one.num_accepted[None], one.tokens[None], None if one.said is None else one.said[None])
+            return cls(one.num_accepted[None], one.tokens[None])
         tokens = [mx.pad(o.tokens, (0, depth - o.depth)) if o.depth < depth else o.tokens for o in outcomes]
         return cls(mx.stack([o.num_accepted for o in outcomes]), mx.stack(tokens))
 
     def read(self) -> list["Reading"]:
         """Wait for the device, and learn what each answer gained."""
         values = np.array(self.packed)
-        if self.said is None and self.depth == 0:
-            return [Reading(0, row.tolist(), 0) for row in values]
-        readings = []
-        for own in values:
-            tokens = own[1 : int(own[0]) + 2].tolist()
-            promised, depth = (None, self.depth) if self.said is None else own[-2:].view(np.float32).tolist()
-            readings.append(Reading(int(own[0]), tokens, int(depth), promised))
-        return readings
+        numbers = values.tolist()
+        if self.walk is not None:
+            [(count, *tokens)], [(promised, depth)] = numbers, values[:, -2:].view(np.float32).tolist()
+            return [Reading(count, tokens[: count + 1], int(depth), promised)]
+        if self.depth == 0:
+            return [Reading(0, own, 0) for own in numbers]
+        return [Reading(count, tokens[: count + 1], self.depth) for count, *tokens in numbers]
 
 
 class Reading(NamedTuple):
@@ -219,17 +227,12 @@ def match(drafts: mx.array | None, choices: mx.array) -> Outcome:
     return Outcome(mx.cumprod(agrees, axis=-1).sum(axis=-1), choices)
 
 
-def judge(
-    strategy: TreeStrategy, tree: DraftTree, logits: mx.array, position: int | mx.array
-) -> tuple[Outcome, mx.array]:
+def judge(strategy: TreeStrategy, tree: DraftTree, logits: mx.array, position: int | mx.array) -> Walk:
     """Follow the target's own tokens through a tree, by its logits (N + 1, V); `position` is right after the anchor.
 
-    Every token is the target's own choice or draw, so this is lossless whatever the tree holds. Returns the outcome and
-    the rows (D + 1,) gone through (`tree.Walk`).
+    Every token is the target's own choice or draw, so this is lossless whatever the tree holds.
     """
-    choices = strategy.choose(logits, position, tree)
-    num_accepted, path, said = walk(tree, choices)
-    return Outcome(num_accepted, choices[path], said), path
+    return walk(tree, strategy.choose(logits, position, tree))
 
 
 def reject(drafts: mx.array, draft_probs: mx.array, target_probs: mx.array, key: mx.array) -> Outcome:

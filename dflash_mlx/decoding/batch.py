@@ -77,7 +77,7 @@ class Batch:
             self.caches.keep_path(verdict.path)
         self.bounds = [bound + verdict.outcome.depth + 1 for bound in self.bounds]
         self.at = self.at + 1 if verdict.outcome.depth == 0 else self.at + 1 + verdict.outcome.num_accepted
-        self.anchors = verdict.outcome.next_anchor[:, 0]
+        self.anchors = verdict.outcome.next_anchors
         self._empty_rows()
 
     def _empty_rows(self) -> None:

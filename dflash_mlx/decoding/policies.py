@@ -38,7 +38,7 @@ class Forecast:
 
     best: np.ndarray
     chances: np.ndarray
-    firsts: np.ndarray | None = None
+    firsts: list[int] | None = None
 
     @classmethod
     def of_chain(cls, best: np.ndarray, scale: float) -> "Forecast":
@@ -50,10 +50,12 @@ class Forecast:
 
     def kept_of_firsts(self, tokens: Sequence[int]) -> int:
         """How many drafts of a chain a text of these `tokens` would have kept, 0 where that is not known."""
-        if self.firsts is None:
-            return 0
-        count = min(len(tokens), len(self.firsts))
-        return int(np.cumprod(self.firsts[:count] == tokens[:count]).sum())
+        kept = 0
+        for first, token in zip(self.firsts or [], tokens, strict=False):
+            if first != token:
+                break
+            kept += 1
+        return kept
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Round:
     @property
     def arrays(self) -> list[mx.array]:
         """What the host will read."""
-        return [*self.verdict.arrays, *([self.chances.packed] if self.chances is not None else [])]
+        return [*self.verdict.arrays, *([self.chances.said] if self.chances is not None else [])]
 
 
 @dataclass

@@ -20,22 +20,21 @@ from dflash_mlx.decoding.tree import DraftTree, Likeliest, LikeliestGrown, likel
 from dflash_mlx.drafters.contract import Drafted, DraftState, DraftVocabulary, Nobody, Proposal
 from dflash_mlx.drafters.ranking import BRANCHES, Ranking, rank
 from dflash_mlx.sampling import LogitsProcessor
-from dflash_mlx.tree_steps import PLAIN, TreeSteps
+from dflash_mlx.tree_steps import PLAIN, TreeSteps, said_of
 
 Lanes = Sequence[Lane | None]
 
 
 @dataclass
 class Chances:
-    """How likely the drafter holds its drafts, on the device: best (B, W), the likeliest token at each place.
+    """How likely the drafter holds its drafts, on the device.
 
-    likeliest: a tree's drafts, of a single lane, and firsts: (W,), its likeliest token at each place. scale: a
-    choice's, which a tree's chances include already.
+    said: of chains, (B, W), the chance of the likeliest token at each of W places; of a single lane's tree, what
+    `tree_steps.said_of` says. likeliest: a tree's drafts. scale: a choice's, which a tree's chances include already.
     """
 
-    best: mx.array
+    said: mx.array
     likeliest: Likeliest | LikeliestGrown | None = None
-    firsts: mx.array | None = None
     scale: float = 1.0
 
     @property
@@ -43,34 +42,25 @@ class Chances:
         """Whether there are several tokens for a place."""
         return self.likeliest is not None and self.likeliest.branched
 
-    @cached_property
-    def packed(self) -> mx.array:
-        """All of it as one array, of a tree in uint32, so that the host reads once."""
-        best = self.best.flatten()
-        if self.likeliest is None or self.firsts is None:
-            return best
-        best, chances = (array.astype(mx.float32).view(mx.uint32) for array in (best, self.likeliest.chances))
-        return mx.concatenate([best, chances, self.firsts.astype(mx.uint32)])
-
     def read(self) -> np.ndarray:
-        """Wait for the device: (B, W) float64."""
-        return self._numbers[: self.best.size].astype(np.float64).reshape(self.best.shape)
+        """Wait for the device, and learn the chances at each place: (B, W) float64."""
+        return self._numbers.astype(np.float64) if self.likeliest is None else self.forecast().best[None]
 
     def forecast(self, places: int | None = None) -> Forecast:
         """The same for a policy of the single lane, with a tree's chances; of a chain, of the first `places`."""
-        [best] = self.read()
         if self.likeliest is None:
-            return Forecast.of_chain(best[:places], self.scale)
-        chances, firsts = np.split(self._numbers[best.size :], [self.likeliest.size])
-        return Forecast(best, chances.astype(np.float64), firsts.view(np.uint32))
+            return Forecast.of_chain(self.read()[0, :places], self.scale)
+        count = (self.said.size - self.likeliest.size) // 2
+        numbers = self._numbers.view(np.float32).astype(np.float64)
+        return Forecast(numbers[:count], numbers[count:-count], self._numbers[-count:].tolist())
 
     @cached_property
     def _numbers(self) -> np.ndarray:
-        return np.array(self.packed).view(np.float32)
+        return np.array(self.said)
 
     def take(self, rows: Sequence[int]) -> "Chances":
         """Those of some lanes' chains only."""
-        return Chances(self.best[mx.array(list(rows))], scale=self.scale)
+        return Chances(self.said[mx.array(list(rows))], scale=self.scale)
 
 
 @dataclass
@@ -93,7 +83,7 @@ class Drafts:
     @property
     def arrays(self) -> list[mx.array]:
         """What the host will read, or may."""
-        return [self.tokens, *([self.chances.packed] if self.chances is not None else [])]
+        return [self.tokens, *([self.chances.said] if self.chances is not None else [])]
 
     def of(self, row: int) -> Proposal | None:
         """One lane's drafts, those that are to be judged."""
@@ -173,17 +163,17 @@ def consider(
         assert lane is not None
         if drafted.grown is not None:
             grown = likeliest_grown(drafted.grown, choice.tree, scale=choice.scale, steps=steps)
-            return Chances(mx.exp(drafted.confidence), grown, drafted.tokens[0], choice.scale)
+            said = said_of(mx.exp(drafted.confidence[0]), grown.chances, drafted.tokens[0])
+            return Chances(said, grown, choice.scale)
         if drafted.logits is None:
             # One token a place, so that the tree is a chain.
             assert drafted.log_probs is not None
             ranking = Ranking(drafted.tokens.reshape(-1, 1), drafted.log_probs.reshape(-1, 1))
         else:
-            preferences = for_trees(lane.strategy).preferences(drafted.logits[0], at[0] + 1, vocabulary)
+            preferences = for_trees(lane.strategy).preferences(drafted.logits[0], at + 1, vocabulary)
             ranking = rank(preferences, BRANCHES, vocabulary.token_ids if vocabulary else None, steps=steps)
-        best = mx.exp(ranking.log_probs[:, 0])[None]
         found = likeliest(ranking, choice.tree, scale=choice.scale, steps=steps)
-        return Chances(best, found, ranking.token_ids[:, 0], choice.scale)
+        return Chances(found.said, found, choice.scale)
     return Chances(mx.exp(drafted.confidence), scale=choice.scale) if choice.waits else None
 
 
@@ -216,11 +206,11 @@ def accept(
     if isinstance(drafts, DraftTree):
         [lane] = lanes
         assert lane is not None
-        outcome, path = judge(for_trees(lane.strategy), drafts, logits[0], at[0] + 1)
-        count = lane.top_logprobs
-        packed = {} if count is None else {0: pack_logprobs(logits[0][path], outcome.tokens, count)}
+        walk = judge(for_trees(lane.strategy), drafts, logits[0], at + 1)
+        path, count = walk.path, lane.top_logprobs
+        packed = {} if count is None else {0: pack_logprobs(logits[0][path], walk.tokens[0], count)}
         kept = features[:, path] if features is not None else None
-        return Verdict(Outcome.stack([outcome], outcome.depth), fed[:, path], kept, packed, path)
+        return Verdict(Outcome.of_tree(walk), fed[:, path], kept, packed, path)
     if all(lane is None or lane.is_plain_greedy for lane in lanes):
         return Verdict(match(drafts.tokens if drafts else None, mx.argmax(logits, axis=-1)), fed, features, {})
     outcomes, packed = [], {}

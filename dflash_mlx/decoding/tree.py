@@ -10,14 +10,13 @@ Rows of a round: row 0 is the anchor, row i the draft i - 1 of the tree. A row c
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.drafters.growing import Grown
 from dflash_mlx.drafters.ranking import Ranking
-from dflash_mlx.tree_steps import PLAIN, Found, TreeSteps, clipped
+from dflash_mlx.tree_steps import PLAIN, Found, TreeSteps, Walk, clipped
 
 _MOST_DRAFTS = 63
 
@@ -26,17 +25,24 @@ _MOST_DRAFTS = 63
 class Likeliest:
     """The N likeliest drafts of a tree, on the device, of W places.
 
-    found: which of all paths they are, as `steps` tell them; chances: (N,), falling.
+    found: which of all paths they are, as `steps` tell them; said: what the host may want to know
+    (`tree_steps.said_of`).
     """
 
     ranking: Ranking
     found: Found
-    chances: mx.array
+    said: mx.array
     steps: TreeSteps = PLAIN
 
     @property
     def size(self) -> int:
-        return int(self.chances.shape[0])
+        return int(self.said.shape[0]) - 2 * int(self.ranking.token_ids.shape[0])
+
+    @property
+    def chances(self) -> mx.array:
+        """How likely each is, (N,), falling."""
+        places = self.ranking.token_ids.shape[0]
+        return self.said[places:-places].view(mx.float32)
 
     @property
     def branched(self) -> bool:
@@ -55,8 +61,8 @@ def likeliest(ranking: Ranking, size: int, *, scale: float = 1.0, steps: TreeSte
     """The `size` likeliest drafts, or all there are; `scale` multiplies every probability, which stays below 1."""
     places, branches = ranking.token_ids.shape
     size = min(size, sum(branches**depth for depth in range(1, places + 1)))
-    found, chances = steps.find(ranking.log_probs, size, float(np.log(scale)))
-    return Likeliest(ranking, found, chances, steps)
+    found, said = steps.find(ranking.token_ids, ranking.log_probs, size, float(np.log(scale)))
+    return Likeliest(ranking, found, said, steps)
 
 
 @dataclass
@@ -123,22 +129,9 @@ class DraftTree:
         return self.depths, self.visible
 
 
-class Walk(NamedTuple):
-    """The target's way through a tree, on the device.
-
-    num_accepted: (). path: (D + 1,), the rows gone through, the anchor's first; what comes after index `num_accepted`
-    is meaningless. said: (2,) float32, what the host wants to know of the tree: the probability that the path went on,
-    summed over the rows of it with children, and the depth of the tree.
-    """
-
-    num_accepted: mx.array
-    path: mx.array
-    said: mx.array
-
-
 def walk(tree: DraftTree, choices: mx.array) -> Walk:
     """Follow the target's choices (N + 1,), one for each row, from the anchor on."""
-    return Walk(*tree.steps.walk(tree.tokens, tree.probabilities, tree.depths, tree.visible, choices, tree.depth))
+    return tree.steps.walk(tree.tokens, tree.probabilities, tree.depths, tree.visible, choices, tree.depth)
 
 
 def wide_sizes(places: int) -> tuple[int, int]:

@@ -1,9 +1,9 @@
 """Products of a few rows with linear layers in one CUDA kernel.
 
 MLX prepares a cuBLAS product anew for each call with more than one row, which takes the computer longer than it takes
-the GPU to multiply a small matrix. This kernel is one plain launch. It reads a matrix once for every 16 rows, multiplies
-on the matrix units and adds in float32, always in the same order: what comes out for a row does not depend on the other
-rows, nor on their number.
+the GPU to multiply a small matrix. This kernel is one plain launch. It reads a matrix once for every 16 rows,
+multiplies on the matrix units and adds in float32, always in the same order: what comes out for a row does not depend
+on the other rows, nor on their number.
 
 Layers that are called one after the other with the same rows, such as those for queries, keys and values, share a
 launch: the first one computes the products of all.
@@ -91,10 +91,9 @@ def products_work(dtype: mx.Dtype) -> bool:
         for shape in ((2, 9, 416), (35, 416), (8, 416))
     )
     try:
-        pairs = [
-            (product, x @ weight.T) for some in (weights, weights[:1]) for product, weight in zip(multiply(x, some), some)
-        ]
-        return all(relative_difference(found, expected) <= TOLERANCE[dtype] for found, expected in pairs)
+        found = [*multiply(x, weights), *multiply(x, weights[:1])]
+        expected = [x @ weight.T for weight in (*weights, weights[0])]
+        return all(relative_difference(*pair) <= TOLERANCE[dtype] for pair in zip(found, expected, strict=True))
     except (RuntimeError, ValueError):  # no compiler, or one that refuses it
         return False
 

@@ -98,7 +98,7 @@ class Target(Mirrored):
     @mirrored
     def as_row(self, caches: OwnCaches, length: int) -> BatchCaches:
         """A batch of one row, to which what the caches hold, `length` positions, moves."""
-        return BatchCaches(Rows.of(caches, length), self.layers)
+        return BatchCaches(Rows.of(caches, length), self.layers, self.tree_steps)
 
     def blank_rows(self, rows: int, positions: int) -> BatchCaches:
         """A batch of this many rows that hold nothing, with room for some positions."""
@@ -106,7 +106,7 @@ class Target(Mirrored):
 
     @mirrored
     def _rows_like(self, blank: OwnCaches, rows: int, positions: int) -> BatchCaches:
-        return BatchCaches(Rows.blank(blank, rows, positions), self.layers)
+        return BatchCaches(Rows.blank(blank, rows, positions), self.layers, self.tree_steps)
 
     def _own(self, layers: list[Any]) -> OwnCaches:
         return OwnCaches(layers, choose_rollback(layers, self.layers, self.forward))
@@ -149,7 +149,7 @@ class Target(Mirrored):
         def run(tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array | None]:
             return self.forward_tapped(tokens, caches, layer_ids) if layer_ids else (self.forward(tokens, caches), None)
 
-        return Pass(run, ropes=self.ropes, replays=self.replays)
+        return Pass(run, ropes=self.ropes, replays=self.replays, steps=self.tree_steps)
 
     @mirrored
     def _probe_rows(self) -> bool:

@@ -13,11 +13,12 @@ from tiny_families import WINDOW, family_target, unavailable
 
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.target_caches import trees_work_with
-from dflash_mlx.caches.tree_rows import branched, find_ropes, free_places, keep_path
+from dflash_mlx.caches.tree_rows import branched, find_ropes, keep_path
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.tree_steps import PLAIN
 
 # Rows: the anchor; 1-2-3 and 4-5 after it; 6 after 1.
 PARENTS = [0, 1, 2, 0, 4, 1]
@@ -61,8 +62,8 @@ def over_tree(ropes, rows):
     """A pass over the rows of the tree, wherever there is a place."""
     rows.scatter()
     lengths = rows.lengths
-    lengths.places = free_places(lengths.placed, lengths.value, len(TOKENS))
-    with branched(ropes, rows, mx.array(DEPTHS), mx.array(VISIBLE), lengths.places):
+    with branched(ropes, rows, mx.array(DEPTHS), mx.array(VISIBLE), PLAIN):
+        lengths.places = lengths.tree.places
         yield
 
 
@@ -85,7 +86,7 @@ def test_a_kept_path_leaves_the_cache_as_if_fed_alone(target, path):
     rows = rows_of(cache, len(CONTEXT))
     forward_tree(target, rows)
     # Of a path that is shorter than the longest one, what comes after its end does not matter.
-    keep_path(rows, mx.array([*path, *[6] * (4 - len(path))]))
+    keep_path(rows, mx.array([*path, *[6] * (4 - len(path))]), PLAIN)
     rows.give_back(0, len(CONTEXT) + len(path), cache)
     alone = filled(target)
     target.forward(mx.array([[TOKENS[i] for i in path]]), alone)
@@ -106,7 +107,7 @@ def test_keeping_a_path_does_not_copy_the_cache():
     mx.reset_peak_memory()
     with over_tree([], rows):
         layer.update_and_fetch(mx.ones((1, 2, 7, 32)), mx.ones((1, 2, 7, 32)))
-    keep_path(rows, mx.array([0, 2, 5]))
+    keep_path(rows, mx.array([0, 2, 5]), PLAIN)
     mx.eval(layer.keys, layer.values)
     assert mx.get_peak_memory() - before < layer.keys.nbytes / 10
 

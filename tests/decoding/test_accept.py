@@ -170,10 +170,10 @@ def test_a_tree_is_judged_by_the_noise_of_its_rows_positions():
     strategy, kept = Coupled(SamplingParams(temperature=1.0), seed=3), set()
     for position in range(20, 60):
         logits = mx.random.normal((tree.size + 1, 7), key=mx.random.key(position))
-        outcome, path = judge(strategy, tree.on_device, logits, position)
-        reading = read(outcome)
+        walk = judge(strategy, tree.on_device, logits, position)
+        [reading] = Outcome.of_tree(walk).read()
         kept.add(reading.num_accepted)
-        for row, token in zip(path[: reading.num_accepted + 1].tolist(), reading.tokens, strict=True):
+        for row, token in zip(walk.path[: reading.num_accepted + 1].tolist(), reading.tokens, strict=True):
             plain = strategy.accept(None, logits[row : row + 1], position + tree.depths[row])
             assert token == plain.tokens.item()
     assert {0, 1, 2} <= kept

@@ -266,7 +266,7 @@ def test_a_tree_is_made_of_what_the_target_would_prefer(strategy, vocabulary):
     forecast = found.forecast()
     assert forecast.best.tolist() == pytest.approx(np.exp(log_probs[:, 0]).tolist(), rel=1e-4)
     assert forecast.chances.tolist() == pytest.approx([node.chance for node in nodes], rel=1e-4)
-    assert forecast.firsts.tolist() == (firsts := ids_of(order[:, 0], vocabulary).tolist())
+    assert forecast.firsts == (firsts := ids_of(order[:, 0], vocabulary).tolist())
     assert forecast.kept_of_firsts([*firsts[:2], 99, 0]) == 2
     assert forecast.kept_of_firsts([99, *firsts]) == 0
     assert forecast.kept_of_firsts([*firsts, 5]) == 3

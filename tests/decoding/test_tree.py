@@ -155,10 +155,11 @@ def test_the_walk_on_the_device_is_the_walk_by_hand():
         expected = [0]
         while (longer := tree.walk([choices[row] for row in expected])) != expected:
             expected = longer
-        num_accepted, path, said = walk(tree.on_device, mx.array(choices))
-        assert path.shape == (max(tree.depths) + 1,)
-        assert path[: num_accepted.item() + 1].tolist() == expected
-        assert said.tolist() == pytest.approx([tree.promised(expected), max(tree.depths)], rel=1e-5)
+        found = walk(tree.on_device, mx.array(choices))
+        assert found.path.shape == (max(tree.depths) + 1,)
+        assert found.path[: found.num_accepted.item() + 1].tolist() == expected
+        numbers = [tree.promised(expected), max(tree.depths)]
+        assert found.said[0, -2:].view(mx.float32).tolist() == pytest.approx(numbers, rel=1e-5)
         lengths.add(len(expected))
     assert lengths >= {1, 2, 3, 4}
 
@@ -169,16 +170,16 @@ def test_an_outcome_brings_the_kept_drafts_and_the_targets_own_token():
     logits = mx.array(rng.normal(size=(13, 50)).astype(np.float32))
     child = tree.parents.index(0) + 1
     logits[0, tree.tokens[child - 1]] = 100.0
-    outcome, path = judge(Greedy(), tree.on_device, logits, 7)
-    choices = mx.argmax(logits, axis=-1).tolist()
-    [reading] = Outcome.stack([outcome], outcome.depth).read()
-    rows = path[: reading.num_accepted + 1].tolist()
+    walk = judge(Greedy(), tree.on_device, logits, 7)
+    choices, outcome = mx.argmax(logits, axis=-1).tolist(), Outcome.of_tree(walk)
+    [reading] = outcome.read()
+    rows = walk.path[: reading.num_accepted + 1].tolist()
     assert rows == tree.walk([choices[row] for row in rows])
     assert reading.tokens == [choices[row] for row in rows]
     assert reading.num_accepted >= 1
     assert reading.promised == pytest.approx(tree.promised(rows), rel=1e-5)
     assert reading.depth == max(tree.depths) <= outcome.depth
-    assert outcome.next_anchor.item() == reading.tokens[-1]
+    assert outcome.next_anchors.item() == reading.tokens[-1]
 
 
 @pytest.mark.parametrize("answers", [1, 3])

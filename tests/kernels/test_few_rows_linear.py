@@ -71,23 +71,17 @@ def test_the_kernel_multiplies(rows, columns, depth, dtype, used):
 def test_rows_that_lie_at_odd_places(used):
     """Where 16 bytes cannot be read at once."""
     rng = np.random.default_rng(0)
-    x, weight = random(rng, 3 * 64 + 1)[1:].reshape(3, 64), random(rng, 8, 64)
-    odd = np.array(random(rng, 3 * 64 + 1))[1:].reshape(3, 64)
-    for rows in (x, odd):
-        [found] = multiply(rows, [weight]) if rows is x else _by_numpy(rows, weight)
-        assert relative_difference(found, mx.array(rows).astype(mx.float32) @ weight.astype(mx.float32).T) < 5e-4
-
-
-def _by_numpy(rows, weight):
-    """The kernel of numbers that numpy holds, whose place in memory stays as it is."""
-    return few_rows_linear._kernel(1)(
-        inputs=[rows, weight],
+    # Numbers that numpy holds stay where they are in memory.
+    x, weight = np.array(random(rng, 3 * 64 + 1))[1:].reshape(3, 64), random(rng, 8, 64)
+    [found] = few_rows_linear._kernel(1)(
+        inputs=[x, weight],
         template=[("T", mx.float16), ("BRAIN", False), ("DIMENSIONS", 2), ("THREADS", 256)],
         grid=(256, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[(3, 8)],
         output_dtypes=[mx.float16],
     )
+    assert relative_difference(found, mx.array(x).astype(mx.float32) @ weight.astype(mx.float32).T) < 5e-4
 
 
 @needs_compiler
@@ -213,7 +207,8 @@ def test_gradients_are_those_of_a_linear_layer():
 
 
 def test_only_plain_layers_of_a_fitting_size_take_part(monkeypatch):
-    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(64, 9), nn.Linear(48, 8), nn.QuantizedLinear(64, 8), nn.Linear(64, 8))
+    plain = [nn.Linear(depth, columns) for depth, columns in ((64, 8), (64, 9), (48, 8), (64, 8))]
+    model = nn.Sequential(*plain[:3], nn.QuantizedLinear(64, 8), plain[3])
     model.set_dtype(mx.bfloat16)
     model.layers[4].set_dtype(mx.float32)
 

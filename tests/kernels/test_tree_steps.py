@@ -14,7 +14,7 @@ from dflash_mlx.kernels import few_rows
 from dflash_mlx.kernels.tree_steps import launches
 from dflash_mlx.kernels.tree_steps.launches import KERNELS
 from dflash_mlx.policy.width import FixedWidth
-from dflash_mlx.tree_steps import PLAIN
+from dflash_mlx.tree_steps import NOWHERE, PLAIN
 
 
 @pytest.fixture
@@ -84,6 +84,11 @@ def test_finding_and_building_trees(places, sizes, launched):
         for scale in (0.6, 1.0, 1.3):
             found, expected = (likeliest(ranking, size, scale=scale, steps=steps) for steps in (KERNELS, PLAIN))
             np.testing.assert_allclose(np.array(found.chances), np.array(expected.chances), rtol=1e-4)
+            assert found.size == expected.size == size
+            best, firsts = ranking.log_probs[:, 0], ranking.token_ids[:, 0]
+            for said in (found.said, expected.said):
+                np.testing.assert_allclose(np.array(said[:places].view(mx.float32)), np.exp(np.array(best)), rtol=1e-5)
+                assert said[-places:].tolist() == firsts.tolist()
             for count in {1, size // 2, size} - {0}:
                 tree, truth = found.tree(count), expected.tree(count)
                 assert tree.depth == truth.depth
@@ -117,11 +122,37 @@ def test_walking(places, size, launched):
         expected = PLAIN.walk(
             tree.tokens, tree.probabilities, tree.depths, tree.visible, mx.array(choices, dtype=mx.uint32), tree.depth
         )
-        assert found.num_accepted.shape == ()
-        assert found.num_accepted.item() == len(on_path) == expected[0].item()
-        assert found.path.tolist() == expected[1].tolist()
+        assert found.num_accepted.tolist() == [len(on_path)]
         assert found.path.tolist()[: len(on_path) + 1] == [0, *on_path]
-        np.testing.assert_allclose(np.array(found.said), np.array(expected[2]), rtol=1e-5)
+        assert found.anchor.tolist() == [choices[[0, *on_path][-1]]]
+        for ours, truth in zip(found[:4], expected, strict=False):
+            assert ours.tolist() == truth.tolist()
+            assert ours.dtype in (truth.dtype, mx.uint32)
+        assert found.said[0, :-2].tolist() == expected.said[0, :-2].tolist()
+        numbers = (np.array(walked.said[0, -2:].view(mx.float32)) for walked in (found, expected))
+        np.testing.assert_allclose(*numbers, rtol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("capacity", "length", "rows"), [(40, 0, 3), (256, 100, 32), (700, 611, 64), (600, 536, 64)])
+def test_places_of_a_tree_and_what_is_kept_of_it(capacity, length, rows, launched):
+    """In a cache whose positions lie anywhere, with some that do not count any longer."""
+    rng = np.random.default_rng(capacity)
+    placed = np.full(capacity, NOWHERE, dtype=np.int32)
+    places = rng.permutation(capacity)
+    placed[places[:length]] = np.arange(length)
+    placed[places[length : length + 5]] = length + np.arange(5)
+    depths, visible = mx.array(rng.integers(0, 9, rows)), mx.array(rng.random((rows, rows)) < 0.5)
+    held, before = mx.array(placed), mx.array([length], dtype=mx.int32)
+    found, expected = (steps.place(held, before, depths, visible) for steps in (KERNELS, PLAIN))
+    for ours, truth in zip(found, expected, strict=True):
+        assert ours.tolist() == truth.tolist()
+    assert (placed[np.array(found[3])] >= length).all()
+    path = mx.array(rng.permutation(rows)[:3])
+    kept, truth = (steps.keep(held, before, found[3], path) for steps in (KERNELS, PLAIN))
+    assert kept.tolist() == truth.tolist()
+    assert sorted(kept.tolist())[: length + 3] == list(range(length + 3))
+    assert len(launched) == 2
 
 
 @needs_compiler

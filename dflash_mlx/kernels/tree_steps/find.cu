@@ -1,4 +1,5 @@
-// The likeliest paths, the likeliest first, with their parents and chances: the body of a CUDA kernel (launches.py).
+// The likeliest paths, the likeliest first, with their parents, and what the host may want to know: the body of a CUDA
+// kernel (launches.py).
 // One block of threads. The likeliest paths of each length continue likeliest ones of the length before, so the lengths
 // take turns; in the end all of them are put in one order.
 
@@ -44,6 +45,8 @@ for (int place = 0; place < places; place++) {
   __syncthreads();
 }
 
+auto tell = [&](int at, float number) { memcpy(&said[at], &number, 4); };
+
 // Of as likely ones the shorter comes first. How many of a length are likelier is found by halving.
 for (int i = threadIdx.x; i < places * most; i += THREADS) {
   const int place = i / most;
@@ -69,5 +72,9 @@ for (int i = threadIdx.x; i < places * most; i += THREADS) {
   candidates[at] = place * branches + last[i];
   // Row 0 is the anchor.
   parents[at] = place == 0 ? 0 : 1 + order[(place - 1) * most + before[i]];
-  chances[at] = expf(sums[i]);
+  tell(places + at, expf(sums[i]));
+}
+for (int place = threadIdx.x; place < places; place += THREADS) {
+  tell(place, expf(log_probs[place * branches]));
+  said[places + most + place] = token_ids[place * branches];
 }

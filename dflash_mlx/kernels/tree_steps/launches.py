@@ -1,4 +1,4 @@
-"""The steps of trees in four CUDA kernels, of which each takes the place of ten to twenty of MLX's operations.
+"""The steps of trees in six CUDA kernels, of which each takes the place of five to twenty of MLX's operations.
 
 A fast GPU is done with these few numbers sooner than the computer has launched the operations: together they took a
 millisecond of a round there. On a Mac such a round takes many times as long, and they do not show.
@@ -12,10 +12,11 @@ import numpy as np
 
 from dflash_mlx import tree_steps as plain
 from dflash_mlx.kernels.sources import source
-from dflash_mlx.tree_steps import LEAST, SUREST, Found, TreeSteps
+from dflash_mlx.tree_steps import LEAST, NOWHERE, SUREST, Found, TreeSteps, Walk
 
 # Paths and rows that fit into a block's memory, and the threads of a block; larger trees go the plain way.
 _MOST_PATHS, _MOST_ROWS, _THREADS, _MANY_THREADS = 2048, 256, 256, 1024
+_LOG_SUREST = float(np.log(SUREST))
 
 
 def rank(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
@@ -32,21 +33,21 @@ def rank(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
     return columns, log_probs
 
 
-def find(log_probs: mx.array, size: int, log_scale: float) -> tuple[Found, mx.array]:
+def find(token_ids: mx.array, log_probs: mx.array, size: int, log_scale: float) -> tuple[Found, mx.array]:
     """See `tree_steps.find`. What is found: each path's last candidate, and as a row of the tree its parent, (N,)."""
     places, branches = log_probs.shape
     pairs = _likely_pairs(size, branches)
     if max(places * size, pairs.shape[0]) > _MOST_PATHS:
-        return plain.find(log_probs, size, log_scale)
-    candidates, parents, chances = _kernel("find")(
-        inputs=[log_probs, pairs, mx.array([log_scale, LEAST, float(np.log(SUREST))])],
+        return plain.find(token_ids, log_probs, size, log_scale)
+    candidates, parents, said = _kernel("find")(
+        inputs=[token_ids.astype(mx.uint32), log_probs, pairs, mx.array([log_scale, LEAST, _LOG_SUREST])],
         template=[("MOST_PATHS", _MOST_PATHS), ("THREADS", _MANY_THREADS)],
         grid=(_MANY_THREADS, 1, 1),
         threadgroup=(_MANY_THREADS, 1, 1),
-        output_shapes=[(size,)] * 3,
-        output_dtypes=[mx.int32, mx.int32, mx.float32],
+        output_shapes=[(size,), (size,), (2 * places + size,)],
+        output_dtypes=[mx.int32, mx.int32, mx.uint32],
     )
-    return (candidates, parents), chances
+    return (candidates, parents), said
 
 
 @cache
@@ -76,24 +77,55 @@ def build(
     return tokens, probabilities, depths, visible
 
 
+def place(
+    placed: mx.array, length: mx.array, depths: mx.array, visible: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """See `tree_steps.place`."""
+    count, [capacity] = depths.size, placed.shape
+    row_positions, mask, positions, places = _kernel("place")(
+        inputs=[placed, length, depths.astype(mx.int32), visible],
+        template=[("THREADS", _THREADS)],
+        # A block for each row of the tree.
+        grid=(count * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(count,), (count, capacity), (capacity,), (count,)],
+        output_dtypes=[mx.int32, mx.bool_, mx.int32, mx.int32],
+    )
+    return row_positions, mask, positions, places
+
+
 def walk(
     tokens: mx.array, probabilities: mx.array, depths: mx.array, visible: mx.array, choices: mx.array, depth: int
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> Walk:
     """See `tree_steps.walk`."""
     if depths.size > _MOST_ROWS:
         return plain.walk(tokens, probabilities, depths, visible, choices, depth)
-    num_accepted, path, said = _kernel("walk")(
+    found = _kernel("walk")(
         inputs=[tokens, probabilities, depths.astype(mx.int32), visible, choices.astype(mx.uint32), _number(depth + 1)],
         template=[("THREADS", _THREADS)],
         grid=(_THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(1,), (depth + 1,), (2,)],
-        output_dtypes=[mx.int32, mx.uint32, mx.float32],
+        output_shapes=[(1,), (depth + 1,), (1, depth + 1), (1,), (1, depth + 4)],
+        output_dtypes=[mx.int32, mx.uint32, mx.uint32, mx.uint32, mx.uint32],
     )
-    return num_accepted.squeeze(), path, said
+    return Walk(*found)
 
 
-KERNELS = TreeSteps(rank, find, build, walk)
+def keep(placed: mx.array, length: mx.array, places: mx.array, path: mx.array) -> mx.array:
+    """See `tree_steps.keep`."""
+    blocks = -(-placed.size // _THREADS)
+    (kept,) = _kernel("keep")(
+        inputs=[placed, length, places.astype(mx.int32), path.astype(mx.uint32)],
+        template=[("THREADS", _THREADS), ("NOWHERE", NOWHERE)],
+        grid=(blocks * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[placed.shape],
+        output_dtypes=[mx.int32],
+    )
+    return kept
+
+
+KERNELS = TreeSteps(rank, find, build, place, walk, keep)
 
 
 def work() -> bool:
@@ -102,13 +134,19 @@ def work() -> bool:
 
     def computed(steps: TreeSteps) -> list[mx.array]:
         columns, log_probs = steps.rank(scores, 4)
-        found, chances = steps.find(log_probs, 20, -0.1)
+        found, said = steps.find(columns, log_probs, 20, -0.1)
         tokens, probabilities, depths, visible = steps.build(found, 20, columns, log_probs)
-        choices = mx.full((21,), columns[0, 0])
-        num_accepted, path, said = steps.walk(tokens, probabilities, depths, visible, choices, 5)
-        # The order of a tree's rows is free.
-        sorted_rows = [mx.sort(array) for array in (tokens, probabilities, depths, visible.sum(axis=0))]
-        return [columns, log_probs, chances, *sorted_rows, num_accepted, depths[path[: num_accepted.item() + 1]], said]
+        placed = mx.array([0, 5, NOWHERE, 1, *[NOWHERE] * 30], dtype=mx.int32)
+        length = mx.array([3], dtype=mx.int32)
+        positions, mask, held, places = steps.place(placed, length, depths, visible)
+        walk = steps.walk(tokens, probabilities, depths, visible, mx.full((21,), columns[0, 0]), 5)
+        count = walk.num_accepted.item()
+        kept = mx.sort(steps.keep(placed, length, places, walk.path))[: 2 + count + 1]
+        # The order of a tree's rows is free, and what comes after the kept ones.
+        free = (tokens, probabilities, depths, visible.sum(axis=0), positions, mask.sum(axis=0), held)
+        told = walk.tokens[0, : count + 1], walk.anchor, walk.said[:, -2:].view(mx.float32)
+        numbers = said[5:25].view(mx.float32), said[:5].view(mx.float32), said[25:]
+        return [columns, log_probs, *numbers, *map(mx.sort, free), places, walk.num_accepted, kept, *told]
 
     try:
         pairs = zip(computed(KERNELS), computed(plain.PLAIN), strict=True)
@@ -121,15 +159,17 @@ def work() -> bool:
 
 _NAMES = {
     "rank": (["scores"], ["found", "log_probs"]),
-    "find": (["log_probs", "pairs", "settings"], ["candidates", "parents", "chances"]),
+    "find": (["token_ids", "log_probs", "pairs", "settings"], ["candidates", "parents", "said"]),
     "build": (
         ["candidates", "parents", "token_ids", "log_probs", "settings"],
         ["tokens", "probabilities", "depths", "visible"],
     ),
+    "place": (["placed", "length", "depths", "visible"], ["row_positions", "mask", "positions", "places"]),
     "walk": (
         ["tokens", "probabilities", "depths", "visible", "choices", "settings"],
-        ["num_accepted", "path", "said"],
+        ["num_accepted", "path", "kept", "anchor", "said"],
     ),
+    "keep": (["placed", "length", "places", "path"], ["kept"]),
 }
 
 

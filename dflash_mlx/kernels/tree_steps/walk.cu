@@ -4,7 +4,7 @@ __shared__ bool right[THREADS];
 __shared__ bool reached[THREADS];
 __shared__ float promises[THREADS];
 
-const int rows = depths_shape[0], row = threadIdx.x;
+const int rows = depths_shape[0], row = threadIdx.x, most = static_cast<int>(settings[0]);
 int parent = 0;
 if (row < rows) {
   for (int other = 1; other < row; other++)
@@ -26,16 +26,19 @@ if (row < rows) {
     before += reached[other] && other < row;
   }
   const int place = reached[row] ? before : all + row - before;
-  if (place < static_cast<int>(settings[0])) path[place] = row;
+  if (place < most) {
+    path[place] = row;
+    kept[place] = said[1 + place] = choices[row];
+    if (place == all - 1) anchor[0] = choices[row];
+  }
   if (row == 0) {
-    float promised = 0;
-    int depth = 0;
+    float promised = 0, depth = 0;
     for (int other = 0; other < rows; other++) {
       promised += promises[other];
-      depth = max(depth, depths[other]);
+      depth = max(depth, static_cast<float>(depths[other]));
     }
-    num_accepted[0] = all - 1;
-    said[0] = promised;
-    said[1] = depth;
+    num_accepted[0] = said[0] = all - 1;
+    memcpy(&said[1 + most], &promised, 4);
+    memcpy(&said[2 + most], &depth, 4);
   }
 }
