@@ -7,9 +7,10 @@ is said in decoding/tree.py.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.sampling import best_columns
@@ -41,12 +42,13 @@ class Walk(NamedTuple):
 
 
 class TreeSteps(NamedTuple):
-    """Ways to compute the six steps, of which this file has the plain ones."""
+    """Ways to compute the seven steps, of which this file has the plain ones."""
 
-    rank: Callable[[mx.array, int], tuple[mx.array, mx.array]]
+    rank: Callable[[mx.array, int, mx.array | None], tuple[mx.array, mx.array]]
     find: Callable[[mx.array, mx.array, int, float], tuple[Found, mx.array]]
     build: Callable[[Found, int, mx.array, mx.array], tuple[mx.array, mx.array, mx.array, mx.array]]
     place: Callable[[mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array, mx.array, mx.array]]
+    rotate: Callable[..., mx.array]
     walk: Callable[[mx.array, mx.array, mx.array, mx.array, mx.array, int], Walk]
     keep: Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
 
@@ -101,12 +103,17 @@ def likely_paths(places: int, branches: int, size: int) -> Paths:
 
 
 def rank(
-    scores: mx.array, count: int, *, log_sum: Callable[[mx.array], mx.array] | None = None
+    scores: mx.array,
+    count: int,
+    token_ids: mx.array | None = None,
+    *,
+    log_sum: Callable[[mx.array], mx.array] | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The columns of the `count` best of each row's scores (W, V), the best first, and their log-probabilities.
+    """The `count` best tokens by each row's scores (W, V), the best first, and their log-probabilities.
 
-    Returns (W, count) twice. Scores that a filter has removed are the last choice, but stay numbers. log_sum: another
-    way to the logarithm of the sum of each row's exponentials, (W, 1).
+    token_ids: (V,), which tokens the scores are of; None: of token 0, 1, ... Returns (W, count) twice. Scores that a
+    filter has removed are the last choice, but stay numbers. log_sum: another way to the logarithm of the sum of each
+    row's exponentials, (W, 1).
     """
     scores = mx.maximum(scores.astype(mx.float32), -1e30)
     columns = best_columns(scores, count)
@@ -114,7 +121,8 @@ def rank(
     order = mx.argsort(-best, axis=-1)
     sums = log_sum(scores) if log_sum is not None else mx.logsumexp(scores, axis=-1, keepdims=True)
     log_probs = mx.take_along_axis(best, order, axis=-1) - sums
-    return mx.take_along_axis(columns, order, axis=-1), log_probs
+    columns = mx.take_along_axis(columns, order, axis=-1)
+    return columns if token_ids is None else token_ids[columns], log_probs
 
 
 def find(token_ids: mx.array, log_probs: mx.array, size: int, log_scale: float) -> tuple[Found, mx.array]:
@@ -181,6 +189,16 @@ def place(
     return row_positions, mask, mx.where(row < 0, placed, row_positions[index]), places
 
 
+def rotate(kind: type[nn.Module], rope: nn.Module, x: mx.array, positions: mx.array, **options: Any) -> mx.array:
+    """What a rotary embedding of a class makes of x (1, heads, L, head_dim), whose rows are at the `positions` (L,).
+
+    options: further ones that it is called with.
+    """
+    # MLX takes a position for each item of a batch, so the rows become one.
+    rotated: mx.array = kind.__call__(rope, x.transpose(2, 1, 0, 3), offset=positions, **options)
+    return rotated.transpose(2, 1, 0, 3)
+
+
 def walk(
     tokens: mx.array, probabilities: mx.array, depths: mx.array, visible: mx.array, choices: mx.array, depth: int
 ) -> Walk:
@@ -209,4 +227,4 @@ def keep(placed: mx.array, length: mx.array, places: mx.array, path: mx.array) -
     return mx.put_along_axis(left, places[path], length + mx.arange(path.size), axis=0)
 
 
-PLAIN = TreeSteps(rank, find, build, place, walk, keep)
+PLAIN = TreeSteps(rank, find, build, place, rotate, walk, keep)

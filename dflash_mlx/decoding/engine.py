@@ -104,11 +104,17 @@ class Engine:
         None where the rows are about to change, or drafting needs what the round on its way brings.
         """
         batch = self._batch
-        if self._joining or not batch.is_arranged or self._outlook is Outlook.HOST:
+        if self._joining or not batch.is_arranged:
+            return None
+        waits = self._outlook is Outlook.HOST
+        if waits and self._lone is None:
             return None
         # The round on its way yields one token at least, and the next one its own.
         wanted = max(lane.remaining for lane in batch.lanes)
         choice = self._choose(wanted - 2)
+        if waits and choice.places:
+            # Asked again when the newest tokens are known. A pause does not need them.
+            return None
         if choice.places == 0:
             ahead = wanted > 1 and self._may_launch_ahead(current, drafting=False)
             return Plan(choice, launched=self._launch(None, ahead=True) if ahead else None)

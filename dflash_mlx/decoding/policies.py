@@ -87,7 +87,10 @@ class WidthPolicy(Protocol):
         """Whether rounds may be trees. Stays the same for a whole answer."""
 
     def next_round(self, *, may_branch: bool) -> Choice:
-        """The next round; called before the outcome of the current one is known. may_branch: it can be a tree."""
+        """The next round; called before the outcome of the current one is known. may_branch: it can be a tree.
+
+        A choice to draft may be asked for twice, which changes nothing.
+        """
 
     def choose(self, forecast: Forecast) -> int:
         """How many drafts to verify. Called for rounds that wait for it."""

@@ -21,5 +21,4 @@ class Ranking:
 
 def rank(scores: mx.array, count: int, token_ids: mx.array | None = None, *, steps: TreeSteps = PLAIN) -> Ranking:
     """The `count` likeliest tokens by scores (W, V), or (W, n) of the n tokens `token_ids`."""
-    columns, log_probs = steps.rank(scores, min(count, scores.shape[1]))
-    return Ranking(columns if token_ids is None else token_ids[columns], log_probs)
+    return Ranking(*steps.rank(scores, min(count, scores.shape[1]), token_ids))

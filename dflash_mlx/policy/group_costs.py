@@ -22,7 +22,7 @@ from dflash_mlx.policy.stored import fingerprint, read_stored, store
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 4
+_SCHEMA = 5
 _TABLES = "plain", "verify", "draft", "more_lanes"
 _PROMPT_TOKENS = 64
 _WARM_UP, _TIMED, _SECONDS_A_POINT = 1, 5, 0.25

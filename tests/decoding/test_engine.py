@@ -1,6 +1,7 @@
 """The loop itself: rounds are launched ahead and change nothing by it, have room, copy nothing, and make way."""
 
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -14,8 +15,11 @@ from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.decode import decode, prefill
 from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.lane import Lane
+from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters import dflash_state
+from dflash_mlx.drafters.contract import Outlook
+from dflash_mlx.drafters.with_ngram import WithNgram, WithNgramState
 from dflash_mlx.policy.group import FixedGroup
 from dflash_mlx.policy.width import FixedWidth
 
@@ -89,6 +93,49 @@ def test_rounds_are_launched_ahead_and_are_the_same_rounds(target, lanes, replay
         found, expected = ([(step.tokens, step.num_accepted) for step in steps] for steps in (first, second))
         # The last rounds may differ in width: one more is on its way when the limit is known.
         assert found[:-2] == expected[: len(found) - 2]
+
+
+class Pausing(FixedWidth):
+    """Drafts in a few rounds, and then pauses for a few."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.left = 5
+
+    def next_round(self, *, may_branch):
+        self.left -= self.left > 0
+        return super().next_round(may_branch=may_branch) if self.left == 0 else Choice(0)
+
+    def observe(self, round):
+        if round.drafted and self.left == 0 and round.num_accepted % 3 == 2:
+            self.left = 5
+
+
+def test_rounds_of_a_pause_are_launched_ahead_whatever_the_text_says(monkeypatch):
+    """Where it repeats itself, drafts wait for the newest tokens; plain rounds need not."""
+    target, drafter = tiny_target("llama"), WithNgram(tiny_drafter(block_size=6))
+    launch, rounds = Engine._launch, []
+
+    def noted(engine, drafts, **options):
+        rounds.append((drafts is not None, engine._outlook is Outlook.HOST, options.get("ahead", False)))
+        return launch(engine, drafts, **options)
+
+    monkeypatch.setattr(Engine, "_launch", noted)
+    monkeypatch.setattr(WithNgramState, "outlook", lambda state, writers: Outlook.HOST)
+    prompt = [1, 2, 3] * 4
+    lane = lane_of(target, drafter, prompt, 80, 5)
+    lane.policy = Pausing(5)
+    engine, tokens = Engine(target, drafter), []
+    engine.join(lane)
+    while engine.lanes:
+        tokens += [token for _, step in engine.advance() for token in step.tokens]
+    assert tokens == plain_tokens(target, prompt, 80)
+    assert {True, False} <= {drafted for drafted, _, _ in rounds}
+    assert all(host and not (drafted and ahead) for drafted, host, ahead in rounds)
+    # A pause begins when the round before it is known.
+    plain_after_plain = [ahead for (before, *_), (drafted, _, ahead) in pairwise(rounds) if not (before or drafted)]
+    assert all(plain_after_plain)
+    assert len(plain_after_plain) > 10
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

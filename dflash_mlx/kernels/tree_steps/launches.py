@@ -1,14 +1,17 @@
-"""The steps of trees in six CUDA kernels, of which each takes the place of five to twenty of MLX's operations.
+"""The steps of trees in CUDA kernels, of which each takes the place of five to twenty of MLX's operations.
 
 A fast GPU is done with these few numbers sooner than the computer has launched the operations: together they took a
 millisecond of a round there. On a Mac such a round takes many times as long, and they do not show.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.rope_utils import Llama3RoPE
 
 from dflash_mlx import tree_steps as plain
 from dflash_mlx.kernels.sources import source
@@ -17,37 +20,48 @@ from dflash_mlx.tree_steps import LEAST, NOWHERE, SUREST, Found, TreeSteps, Walk
 # Paths and rows that fit into a block's memory, and the threads of a block; larger trees go the plain way.
 _MOST_PATHS, _MOST_ROWS, _THREADS, _MANY_THREADS = 2048, 256, 256, 1024
 _LOG_SUREST = float(np.log(SUREST))
+_RATES = "_dflash_rates"
 
 
-def rank(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
+def rank(scores: mx.array, count: int, token_ids: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """See `tree_steps.rank`."""
+    ids = _number(0) if token_ids is None else token_ids
+    found, log_probs = _replayed(_rank, count, token_ids is not None)(scores, ids)
+    return found, log_probs
+
+
+def _rank(scores: mx.array, token_ids: mx.array, count: int, named: bool) -> list[mx.array]:
     places = scores.shape[0]
-    columns, log_probs = _kernel("rank")(
-        inputs=[scores],
-        template=[("T", scores.dtype), ("K", count), ("THREADS", _THREADS)],
+    return _kernel("rank")(
+        inputs=[scores, token_ids.astype(mx.int32)],
+        template=[("T", scores.dtype), ("K", count), ("NAMED", named), ("THREADS", _THREADS)],
         grid=(places * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(places, count), (places, count)],
         output_dtypes=[mx.uint32, mx.float32],
     )
-    return columns, log_probs
 
 
 def find(token_ids: mx.array, log_probs: mx.array, size: int, log_scale: float) -> tuple[Found, mx.array]:
     """See `tree_steps.find`. What is found: each path's last candidate, and as a row of the tree its parent, (N,)."""
     places, branches = log_probs.shape
-    pairs = _likely_pairs(size, branches)
-    if max(places * size, pairs.shape[0]) > _MOST_PATHS:
+    if max(places * size, _likely_pairs(size, branches).shape[0]) > _MOST_PATHS:
         return plain.find(token_ids, log_probs, size, log_scale)
-    candidates, parents, said = _kernel("find")(
-        inputs=[token_ids.astype(mx.uint32), log_probs, pairs, mx.array([log_scale, LEAST, _LOG_SUREST])],
+    settings = mx.array([log_scale, LEAST, _LOG_SUREST])
+    candidates, parents, said = _replayed(_find, size)(token_ids, log_probs, settings)
+    return (candidates, parents), said
+
+
+def _find(token_ids: mx.array, log_probs: mx.array, settings: mx.array, size: int) -> list[mx.array]:
+    places, branches = log_probs.shape
+    return _kernel("find")(
+        inputs=[token_ids.astype(mx.uint32), log_probs, _likely_pairs(size, branches), settings],
         template=[("MOST_PATHS", _MOST_PATHS), ("THREADS", _MANY_THREADS)],
         grid=(_MANY_THREADS, 1, 1),
         threadgroup=(_MANY_THREADS, 1, 1),
         output_shapes=[(size,), (size,), (2 * places + size,)],
         output_dtypes=[mx.int32, mx.int32, mx.uint32],
     )
-    return (candidates, parents), said
 
 
 @cache
@@ -66,15 +80,21 @@ def build(
     """See `tree_steps.build`."""
     if found[1].ndim > 1:  # found the plain way
         return plain.build(found, size, token_ids, log_probs)
-    tokens, probabilities, depths, visible = _kernel("build")(
-        inputs=[*found, token_ids.astype(mx.uint32), log_probs, _number(size)],
+    tokens, probabilities, depths, visible = _replayed(_build, size)(*found, token_ids, log_probs)
+    return tokens, probabilities, depths, visible
+
+
+def _build(
+    candidates: mx.array, parents: mx.array, token_ids: mx.array, log_probs: mx.array, size: int
+) -> list[mx.array]:
+    return _kernel("build")(
+        inputs=[candidates, parents, token_ids.astype(mx.uint32), log_probs, _number(size)],
         template=[("THREADS", _THREADS)],
         grid=(_THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(size,), (size,), (size + 1,), (size + 1, size + 1)],
         output_dtypes=[mx.uint32, mx.float32, mx.int32, mx.bool_],
     )
-    return tokens, probabilities, depths, visible
 
 
 def place(
@@ -94,13 +114,49 @@ def place(
     return row_positions, mask, positions, places
 
 
+def rotate(kind: type[nn.Module], rope: nn.Module, x: mx.array, positions: mx.array, **options: Any) -> mx.array:
+    """See `tree_steps.rotate`. For the embeddings of most models; without a kernel MLX has to turn axes around."""
+    if kind not in (nn.RoPE, Llama3RoPE) or options or rope.dims != x.shape[3]:
+        return plain.rotate(kind, rope, x, positions, **options)
+    _, heads, rows, size = x.shape
+    (rotated,) = _kernel("rotate")(
+        inputs=[x, positions, _rates(rope)],
+        template=[("T", x.dtype), ("TRADITIONAL", rope.traditional), ("THREADS", _THREADS)],
+        grid=(-(-heads * rows * size // (2 * _THREADS)) * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[x.shape],
+        output_dtypes=[x.dtype],
+    )
+    found: mx.array = rotated
+    return found
+
+
+def _rates(rope: nn.Module) -> mx.array:
+    """The angles by which a rotary embedding turns each pair from one position to the next, (head_dim / 2,)."""
+    if _RATES not in rope.__dict__:
+        if isinstance(rope, Llama3RoPE):
+            rates = 1 / rope._freqs
+        else:
+            rates = rope.scale * mx.exp(-np.log(rope.base) * mx.arange(0, rope.dims, 2) / rope.dims)
+        mx.eval(rates)
+        object.__setattr__(rope, _RATES, rates)
+    found: mx.array = rope.__dict__[_RATES]
+    return found
+
+
 def walk(
     tokens: mx.array, probabilities: mx.array, depths: mx.array, visible: mx.array, choices: mx.array, depth: int
 ) -> Walk:
     """See `tree_steps.walk`."""
     if depths.size > _MOST_ROWS:
         return plain.walk(tokens, probabilities, depths, visible, choices, depth)
-    found = _kernel("walk")(
+    return Walk(*_replayed(_walk, depth)(tokens, probabilities, depths, visible, choices))
+
+
+def _walk(
+    tokens: mx.array, probabilities: mx.array, depths: mx.array, visible: mx.array, choices: mx.array, depth: int
+) -> list[mx.array]:
+    return _kernel("walk")(
         inputs=[tokens, probabilities, depths.astype(mx.int32), visible, choices.astype(mx.uint32), _number(depth + 1)],
         template=[("THREADS", _THREADS)],
         grid=(_THREADS, 1, 1),
@@ -108,32 +164,43 @@ def walk(
         output_shapes=[(1,), (depth + 1,), (1, depth + 1), (1,), (1, depth + 4)],
         output_dtypes=[mx.int32, mx.uint32, mx.uint32, mx.uint32, mx.uint32],
     )
-    return Walk(*found)
 
 
 def keep(placed: mx.array, length: mx.array, places: mx.array, path: mx.array) -> mx.array:
     """See `tree_steps.keep`."""
-    blocks = -(-placed.size // _THREADS)
-    (kept,) = _kernel("keep")(
+    [kept] = _replayed(_keep)(placed, length, places, path)
+    return kept
+
+
+def _keep(placed: mx.array, length: mx.array, places: mx.array, path: mx.array) -> list[mx.array]:
+    return _kernel("keep")(
         inputs=[placed, length, places.astype(mx.int32), path.astype(mx.uint32)],
         template=[("THREADS", _THREADS), ("NOWHERE", NOWHERE)],
-        grid=(blocks * _THREADS, 1, 1),
+        grid=(-(-placed.size // _THREADS) * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[placed.shape],
         output_dtypes=[mx.int32],
     )
-    return kept
 
 
-KERNELS = TreeSteps(rank, find, build, place, walk, keep)
+@cache
+def _replayed(launch: Callable[..., list[mx.array]], *constants: int) -> Callable[..., list[mx.array]]:
+    """What launches a kernel, written down once: MLX puts a kernel's text together anew for each call from Python."""
+    replay: Callable[..., list[mx.array]] = mx.compile(lambda *arrays: launch(*arrays, *constants))
+    return replay
+
+
+KERNELS = TreeSteps(rank, find, build, place, rotate, walk, keep)
 
 
 def work() -> bool:
     """Whether the kernels can be compiled here, and find as likely trees as the plain steps do."""
-    scores = mx.array(np.random.default_rng(0).standard_normal((5, 3000), dtype=np.float32))
+    rng = np.random.default_rng(0)
+    scores, turned = (mx.array(rng.standard_normal(shape, dtype=np.float32)) for shape in ((5, 3000), (1, 21, 3, 16)))
+    turned, ropes = turned.transpose(0, 2, 1, 3), [nn.RoPE(16), nn.RoPE(16, traditional=True, base=1e6, scale=0.5)]
 
     def computed(steps: TreeSteps) -> list[mx.array]:
-        columns, log_probs = steps.rank(scores, 4)
+        columns, log_probs = steps.rank(scores, 4, mx.arange(3000)[::-1])
         found, said = steps.find(columns, log_probs, 20, -0.1)
         tokens, probabilities, depths, visible = steps.build(found, 20, columns, log_probs)
         placed = mx.array([0, 5, NOWHERE, 1, *[NOWHERE] * 30], dtype=mx.int32)
@@ -145,8 +212,9 @@ def work() -> bool:
         # The order of a tree's rows is free, and what comes after the kept ones.
         free = (tokens, probabilities, depths, visible.sum(axis=0), positions, mask.sum(axis=0), held)
         told = walk.tokens[0, : count + 1], walk.anchor, walk.said[:, -2:].view(mx.float32)
+        rotated = [steps.rotate(type(rope), rope, turned, mx.arange(21) // 2) for rope in ropes]
         numbers = said[5:25].view(mx.float32), said[:5].view(mx.float32), said[25:]
-        return [columns, log_probs, *numbers, *map(mx.sort, free), places, walk.num_accepted, kept, *told]
+        return [columns, log_probs, *numbers, *map(mx.sort, free), places, walk.num_accepted, kept, *told, *rotated]
 
     try:
         pairs = zip(computed(KERNELS), computed(plain.PLAIN), strict=True)
@@ -158,13 +226,14 @@ def work() -> bool:
 
 
 _NAMES = {
-    "rank": (["scores"], ["found", "log_probs"]),
+    "rank": (["scores", "token_ids"], ["found", "log_probs"]),
     "find": (["token_ids", "log_probs", "pairs", "settings"], ["candidates", "parents", "said"]),
     "build": (
         ["candidates", "parents", "token_ids", "log_probs", "settings"],
         ["tokens", "probabilities", "depths", "visible"],
     ),
     "place": (["placed", "length", "depths", "visible"], ["row_positions", "mask", "positions", "places"]),
+    "rotate": (["x", "positions", "rates"], ["rotated"]),
     "walk": (
         ["tokens", "probabilities", "depths", "visible", "choices", "settings"],
         ["num_accepted", "path", "kept", "anchor", "said"],
@@ -181,7 +250,7 @@ def _kernel(step: str) -> Any:
         input_names=inputs,
         output_names=outputs,
         source=source(f"tree_steps/{step}.cu"),
-        ensure_row_contiguous=True,
+        ensure_row_contiguous=step != "rotate",
     )
 
 

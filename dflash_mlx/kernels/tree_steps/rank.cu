@@ -1,4 +1,4 @@
-// The best scores of each row, the best first, and their log-probabilities: the body of a CUDA kernel (launches.py).
+// The best tokens by each row of scores, the best first, and their log-probabilities: the body of a CUDA kernel (launches.py).
 //
 // A block of threads goes through a row once, each thread through every THREADS-th score. Then the threads' best are
 // compared K times, and each time the thread that had the best one looks for its next.
@@ -64,7 +64,7 @@ for (int k = 0; k < K; k++) {
     for (int i = 0; i < WARPS; i++) sum += warp_sums[i];
   }
   if (threadIdx.x == 0) {
-    found[blockIdx.x * K + k] = winners;
+    found[blockIdx.x * K + k] = NAMED ? token_ids[winners] : winners;
     log_probs[blockIdx.x * K + k] = winner - highest - logf(sum);
   }
   if (winners == column && k + 1 < K) next_best(winner, winners, best, column);
