@@ -209,8 +209,8 @@ def accept(
         walk = judge(for_trees(lane.strategy), drafts, logits[0], at + 1)
         path, count = walk.path, lane.top_logprobs
         packed = {} if count is None else {0: pack_logprobs(logits[0][path], walk.tokens[0], count)}
-        kept = features[:, path] if features is not None else None
-        return Verdict(Outcome.of_tree(walk), fed[:, path], kept, packed, path)
+        kept = mx.take(features, path, axis=1) if features is not None else None
+        return Verdict(Outcome.of_tree(walk), mx.take(fed, path, axis=1), kept, packed, path)
     if all(lane is None or lane.is_plain_greedy for lane in lanes):
         return Verdict(match(drafts.tokens if drafts else None, mx.argmax(logits, axis=-1)), fed, features, {})
     outcomes, packed = [], {}

@@ -102,7 +102,7 @@ def use_where_faster(
         )
         target.kernels, notes = "; ".join(filter(None, (products, attention))), notes + more
     layers = _layers(target, drafter) if kernels and kind == "cuda" and drafter is not None else []
-    if layers and tree_steps.work():
+    if layers and tree_steps.work(activation_dtype(target.model)):
         target.tree_steps = tree_steps.KERNELS
 
     groups: list[list[nn.Linear]] = []

@@ -154,11 +154,8 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
         RoundCosts(chains, {}, steep=steep),
         RoundCosts(trees, {}, steep=steep, places=places) if trees else None,
     )
-    if steep:
-        deeper = Timer(target, drafter, depth=DEEP) if _may_reach(target, DEEP) else None
-        _measure_waiting(costs, places, timer, deeper)
-    else:
-        _measure_queued(costs, places, timer)
+    deeper = Timer(target, drafter, depth=DEEP) if _may_reach(target, DEEP) else None
+    (_measure_waiting if steep else _measure_queued)(costs, places, timer, deeper)
     return costs
 
 
@@ -167,7 +164,7 @@ def _may_reach(target: Target, depth: int) -> bool:
     return target.takes_rows() and (target.context_length is None or target.context_length >= 2 * depth)
 
 
-def _measure_queued(costs: PairCosts, places: int, timer: Timer) -> None:
+def _measure_queued(costs: PairCosts, places: int, timer: Timer, deeper: Timer | None) -> None:
     """Where width costs little: a few widths of chains, and sizes of trees."""
     ends_at = time.perf_counter() + _SECONDS_TO_SPEND
     kinds = [kind for kind in (costs.chains, costs.trees) if kind is not None]
@@ -180,8 +177,13 @@ def _measure_queued(costs: PairCosts, places: int, timer: Timer) -> None:
         for kind in kinds:
             if width not in kind.round_seconds and (kind.places or width <= places):
                 kind.round_seconds[width] = timer.round(FixedWidth(width, places=kind.places))
+    plain = deeper.round(FixedWidth(0)) if deeper is not None else 0.0
     for kind in kinds:
         kind.draft_seconds = drafts
+        if deeper is not None:
+            few = [width for width in (places, wide_sizes(places)[0]) if width in kind.round_seconds]
+            times = {width: deeper.round(FixedWidth(width, places=kind.places)) for width in few}
+            kind.deep_seconds = {0: plain, **times}
 
 
 def _measure_waiting(costs: PairCosts, places: int, timer: Timer, deeper: Timer | None) -> None:

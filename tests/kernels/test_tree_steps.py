@@ -223,10 +223,10 @@ def test_answers_are_those_of_plain_decoding(family, make, launched):
 
 @needs_compiler
 def test_they_are_used_where_they_work(launched, monkeypatch):
-    assert launches.work()
+    assert launches.work(mx.float16)
     wrong = PLAIN._replace(rank=lambda scores, count, token_ids: (scores[:, :count], scores[:, :count]))
     monkeypatch.setattr(launches.plain, "PLAIN", wrong)
-    assert not launches.work()
+    assert not launches.work(mx.float16)
 
 
 def test_no_compiler_no_kernels(monkeypatch):
@@ -234,5 +234,5 @@ def test_no_compiler_no_kernels(monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(launches, "_kernel", refuse)
-    assert not launches.work()
+    assert not launches.work(mx.float16)
     assert few_rows.tree_steps is launches

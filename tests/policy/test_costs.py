@@ -127,6 +127,21 @@ def test_larger_trees_are_timed_where_they_cost_little(machine):
     assert max(machine(rising(3.0)).trees.round_seconds) == 15
 
 
+def test_after_a_long_context_a_few_rounds_are_timed_where_width_costs_little(machine):
+    """A kernel may be no use there, so that drafts cost more of a plain round than after a short one."""
+
+    def seconds(width, *, branches, waits, depth):
+        return 3.0 + 0.001 * depth if not width else 4.0 + branches + 0.002 * depth * (1 + branches + (width > 7))
+
+    found = machine(seconds).after(DEEP)
+    for kind, widths in ((found.chains, (0, 1, 7)), (found.trees, (0, 1, 7, 15, 31))):
+        assert kind.deep_seconds.keys() == {0, 7, *((15,) if kind.places else ())}
+        for width in widths:
+            expected = seconds(width, branches=kind.places > 0, waits=False, depth=DEEP)
+            assert kind.round(width) == pytest.approx(expected)
+    assert machine(seconds, max_position_embeddings=1500).chains.deep_seconds == {}
+
+
 @pytest.mark.parametrize("trees", [True, False])
 def test_rounds_are_timed_after_two_lengths_of_context(trees, machine):
     def seconds(width, *, branches, waits, depth):

@@ -18,7 +18,7 @@ from dflash_mlx.runtime import backend
 
 # Numbers of rows and of positions that are raced. What lies between two of them follows both; shorter caches are left
 # to MLX, and longer ones follow the longest. One row, too: in rows it has a mask, with which MLX has no kernel on CUDA.
-ROWS, LENGTHS = (1, 2, 4, 8, 16, 32), (256, 1024, 4096, 16384)
+ROWS, LENGTHS = (1, 2, 4, 8, 16, 32), (256, 1024, 2048, 4096, 16384)
 # Answers at once that are raced on CUDA, where so many decide otherwise; numbers between two of them follow the lower.
 # Their caches take much memory, so the longest are left to MLX when there are several.
 LANES, _LONGEST_OF_SEVERAL = (1, 16, 64), 4096

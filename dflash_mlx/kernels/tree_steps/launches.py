@@ -15,6 +15,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from dflash_mlx import tree_steps as plain
 from dflash_mlx.kernels.sources import source
+from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.tree_steps import LEAST, NOWHERE, SUREST, Found, TreeSteps, Walk
 
 # Paths and rows that fit into a block's memory, and the threads of a block; larger trees go the plain way.
@@ -193,33 +194,36 @@ def _replayed(launch: Callable[..., list[mx.array]], *constants: int) -> Callabl
 KERNELS = TreeSteps(rank, find, build, place, rotate, walk, keep)
 
 
-def work() -> bool:
-    """Whether the kernels can be compiled here, and find as likely trees as the plain steps do."""
+def work(dtype: mx.Dtype) -> bool:
+    """Whether the kernels can be compiled here, and find as likely trees as the plain steps do by numbers of a type."""
     rng = np.random.default_rng(0)
-    scores, turned = (mx.array(rng.standard_normal(shape, dtype=np.float32)) for shape in ((5, 3000), (1, 21, 3, 16)))
-    turned, ropes = turned.transpose(0, 2, 1, 3), [nn.RoPE(16), nn.RoPE(16, traditional=True, base=1e6, scale=0.5)]
+    scores, turned = (
+        mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype) for shape in ((5, 3000), (1, 21, 3, 16))
+    )
+    turned, rope = turned.transpose(0, 2, 1, 3), nn.RoPE(16)
 
-    def computed(steps: TreeSteps) -> list[mx.array]:
-        columns, log_probs = steps.rank(scores, 4, mx.arange(3000)[::-1])
-        found, said = steps.find(columns, log_probs, 20, -0.1)
-        tokens, probabilities, depths, visible = steps.build(found, 20, columns, log_probs)
+    def computed(steps: TreeSteps) -> tuple[mx.array, list[mx.array]]:
+        token_ids, log_probs = steps.rank(scores, 4, mx.arange(3000)[::-1])
+        found, said = steps.find(token_ids, log_probs, 20, -0.1)
+        tokens, probabilities, depths, visible = steps.build(found, 20, token_ids, log_probs)
         placed = mx.array([0, 5, NOWHERE, 1, *[NOWHERE] * 30], dtype=mx.int32)
         length = mx.array([3], dtype=mx.int32)
         positions, mask, held, places = steps.place(placed, length, depths, visible)
-        walk = steps.walk(tokens, probabilities, depths, visible, mx.full((21,), columns[0, 0]), 5)
+        walk = steps.walk(tokens, probabilities, depths, visible, mx.full((21,), token_ids[0, 0]), 5)
         count = walk.num_accepted.item()
         kept = mx.sort(steps.keep(placed, length, places, walk.path))[: 2 + count + 1]
         # The order of a tree's rows is free, and what comes after the kept ones.
         free = (tokens, probabilities, depths, visible.sum(axis=0), positions, mask.sum(axis=0), held)
         told = walk.tokens[0, : count + 1], walk.anchor, walk.said[:, -2:].view(mx.float32)
-        rotated = [steps.rotate(type(rope), rope, turned, mx.arange(21) // 2) for rope in ropes]
         numbers = said[5:25].view(mx.float32), said[:5].view(mx.float32), said[25:]
-        return [columns, log_probs, *numbers, *map(mx.sort, free), places, walk.num_accepted, kept, *told, *rotated]
+        rotated = steps.rotate(nn.RoPE, rope, turned, mx.arange(21) // 2)
+        return rotated, [token_ids, log_probs, *numbers, *map(mx.sort, free), places, walk.num_accepted, kept, *told]
 
     try:
-        pairs = zip(computed(KERNELS), computed(plain.PLAIN), strict=True)
-        return all(
-            mx.allclose(own.astype(mx.float32), plain.astype(mx.float32), atol=1e-4).item() for own, plain in pairs
+        (rotated, found), (as_rotated, expected) = computed(KERNELS), computed(plain.PLAIN)
+        return relative_difference(rotated, as_rotated) <= TOLERANCE[dtype] and all(
+            mx.allclose(own.astype(mx.float32), truth.astype(mx.float32), atol=1e-4).item()
+            for own, truth in zip(found, expected, strict=True)
         )
     except (RuntimeError, ValueError):  # no compiler, or one that refuses them
         return False
