@@ -19,7 +19,7 @@ from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.policy.width import DEEP, SHALLOW, STEEP, FixedWidth, RoundCosts
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 15
+_SCHEMA = 16
 # A round this much slower than a wider one, or than in another turn, was disturbed.
 _DISTURBED = 1.25
 # Everything is measured in turns, until so many have found the same; in so many at the most, and then in half of them
@@ -31,6 +31,8 @@ _MOST_FAR = 0.1
 _SECONDS_TO_SPEND = 2.0
 # The fewest widths where rounds wait for their drafts, and the most where they do not: each may have to be compiled.
 _FEWEST, _FEW = 4, 10
+# Rounds that it takes to time one of those, about.
+_ROUNDS_EACH = 12
 # In the order of `RoundCosts.tables`.
 _TABLES = "round_seconds", "deep_seconds", "draft_seconds"
 
@@ -143,13 +145,10 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     further.
     """
     places, timer = block_size - 1, Timer(target, drafter, depth=SHALLOW)
-    chains = {width: timer.round(FixedWidth(width)) for width in (0, 1, places)}
-    steep = chains[places] > STEEP * chains[1]
-    trees: dict[int, float] = {}
-    if can_branch(target, drafter):
-        seconds = timer.round(FixedWidth(places, places=places, waits=steep))
-        if seconds <= MOST_GAIN * chains[places]:
-            trees = {0: chains[0], places: seconds}
+    tree = [FixedWidth(places, places=places)] if can_branch(target, drafter) else []
+    plain, narrow, wide, *branched = timer.rounds([*map(FixedWidth, (0, 1, places)), *tree])
+    steep, chains = wide > STEEP * narrow, {0: plain, 1: narrow, places: wide}
+    trees = {0: plain, places: branched[0]} if branched and branched[0] <= MOST_GAIN * wide else {}
     costs = PairCosts(
         RoundCosts(chains, {}, steep=steep),
         RoundCosts(trees, {}, steep=steep, places=places) if trees else None,
@@ -166,24 +165,30 @@ def _may_reach(target: Target, depth: int) -> bool:
 
 def _measure_queued(costs: PairCosts, places: int, timer: Timer, deeper: Timer | None) -> None:
     """Where width costs little: a few widths of chains, and sizes of trees."""
-    ends_at = time.perf_counter() + _SECONDS_TO_SPEND
     kinds = [kind for kind in (costs.chains, costs.trees) if kind is not None]
-    drafts: dict[int, float] = {}
-    for width in _order(places)[:_FEW]:
-        if len(drafts) >= 3 and time.perf_counter() > ends_at:
-            break
-        if width <= places:
-            drafts[width] = timer.draft(width)
-        for kind in kinds:
-            if width not in kind.round_seconds and (kind.places or width <= places):
-                kind.round_seconds[width] = timer.round(FixedWidth(width, places=kind.places))
-    plain = deeper.round(FixedWidth(0)) if deeper is not None else 0.0
-    for kind in kinds:
-        kind.draft_seconds = drafts
-        if deeper is not None:
-            few = [width for width in (places, wide_sizes(places)[0]) if width in kind.round_seconds]
-            times = {width: deeper.round(FixedWidth(width, places=kind.places)) for width in few}
-            kind.deep_seconds = {0: plain, **times}
+    # Each is timed for a few rounds, and some more to warm up.
+    rounds = _SECONDS_TO_SPEND / costs.chains.round_seconds[places] / _ROUNDS_EACH
+    widths = _order(places)[: max(3, min(_FEW, int(rounds / len(kinds))))]
+    drafts = {width: timer.draft(width) for width in widths if width <= places}
+    for kind, table in zip(kinds, _round_seconds(timer, kinds, widths, places), strict=True):
+        kind.round_seconds, kind.draft_seconds = table, drafts
+    if deeper is not None:
+        few = sorted({places, wide_sizes(places)[0]} & set(widths))
+        for kind, table in zip(kinds, _round_seconds(deeper, kinds, few, places), strict=True):
+            kind.deep_seconds = table
+
+
+def _round_seconds(
+    timer: Timer, kinds: Sequence[RoundCosts], widths: Sequence[int], places: int
+) -> list[dict[int, float]]:
+    """What rounds of each kind take, by width, plain ones too. Chains have as many drafts as places at the most."""
+    of_kind = [[width for width in widths if kind.places or width <= places] for kind in kinds]
+    policies = [
+        FixedWidth(width, places=kind.places) for kind, own in zip(kinds, of_kind, strict=True) for width in own
+    ]
+    plain, *seconds = timer.rounds([FixedWidth(0), *policies])
+    taken = iter(seconds)
+    return [{0: plain, **{width: next(taken) for width in own}} for own in of_kind]
 
 
 def _measure_waiting(costs: PairCosts, places: int, timer: Timer, deeper: Timer | None) -> None:
@@ -205,7 +210,7 @@ def _measure_waiting(costs: PairCosts, places: int, timer: Timer, deeper: Timer 
         kind.round_seconds |= seconds(timer, [widest])
     if deeper is not None:
         few = sorted({1, places // 2, places} & set(widths))
-        kind.deep_seconds = {0: deeper.round(FixedWidth(0)), **seconds(deeper, few)}
+        kind.deep_seconds = {0: deeper.rounds([FixedWidth(0)])[0], **seconds(deeper, few)}
 
 
 def _order(places: int) -> list[int]:

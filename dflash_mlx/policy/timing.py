@@ -23,10 +23,13 @@ from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-# Rounds of a width: some to warm up, then at least `_TIMED_ROUNDS` and as many as take `_SECONDS_A_WIDTH` when nothing
-# stalls; a GPU stalls at first, while it compiles.
-_TIMED_ROUNDS, _MOST_ROUNDS = 3, 40
+# Rounds of a kind: some to warm up, then some in each of a number of turns, until they took `_SECONDS_A_WIDTH`.
+_FEWEST_TURNS, _MOST_TURNS = 3, 10
+# How long the rounds of a turn are timed, and the most of them.
+_SECONDS_A_TURN, _MOST_TIMED = 0.05, 5
 _SECONDS_A_WIDTH = 0.2
+# Drafts that are timed.
+_TIMED_DRAFTS = 3
 # Of those that change their width every few rounds.
 _TIMED_IN_TURN = 2
 # One round that takes this long is enough: other work changes it little.
@@ -42,21 +45,31 @@ class Timer:
         self.target, self.drafter, self.depth = target, drafter, depth
         self._read: Session | None = None
 
-    def round(self, policy: FixedWidth) -> float:
-        """Rounds of one kind after one another, the median of some."""
-        engine, times = self._engine(policy), []
-        warm_up = 1 if backend().kind == "cpu" else 3
+    def rounds(self, policies: Sequence[FixedWidth]) -> list[float]:
+        """Rounds of some kinds, which take turns of a few rounds each.
+
+        Some computers are slower for some seconds, whatever they do. So the kinds are compared within turns of all of
+        them, and how fast the computer was in the fastest turn is what counts for all of them.
+        """
+        engines, turns = [self._warm(policy) for policy in policies], []
+        started = time.perf_counter()
+        while True:
+            turns.append([_some_seconds_of(engine) for engine in engines])
+            spent, quick = time.perf_counter() - started, max(turns[-1]) < _LONG_ROUND
+            enough = spent > _SECONDS_A_WIDTH * len(engines) or len(turns) == _MOST_TURNS
+            if not quick or (enough and len(turns) >= _FEWEST_TURNS):
+                break
+        for engine in engines:
+            _end(engine)
+        return levelled(turns)
+
+    def _warm(self, policy: FixedWidth) -> Engine:
+        """An answer with such rounds, which has begun."""
+        engine = self._engine(policy)
         # The first one is the prompt's own.
-        engine.advance()
-        for _ in range(_MOST_ROUNDS):
-            times.append(_seconds_of(engine))
-            timed = times[warm_up:]
-            if timed and min(timed) > _LONG_ROUND:
-                break
-            if len(timed) >= _TIMED_ROUNDS and len(timed) * min(timed) > _SECONDS_A_WIDTH:
-                break
-        _end(engine)
-        return statistics.median(times[warm_up:])
+        for _ in range(1 + (1 if backend().kind == "cpu" else 3)):
+            engine.advance()
+        return engine
 
     def in_turns(self, widths: Sequence[int], *, places: int, tree: int) -> dict[int, float]:
         """Rounds of each width, of chains or of a tree of at most so many drafts. All wait for drafts of all places.
@@ -76,7 +89,7 @@ class Timer:
     def draft(self, places: int) -> float:
         """A draft with its candidates, alone; less than the difference between two rounds, which overlap."""
         state, at, anchors, times = self._draft_state(), mx.array([self.depth]), mx.array([0]), []
-        for _ in range(1 + _TIMED_ROUNDS):
+        for _ in range(1 + _TIMED_DRAFTS):
             started = time.perf_counter()
             drafted = propose([None], state, Choice(places), anchors=anchors, at=at, room=self.depth + places + 1)
             ids = state.vocabulary.token_ids if state.vocabulary else None
@@ -108,6 +121,23 @@ class Timer:
         batch.begin([lane])
         engine.join_all(batch)
         return engine
+
+
+def levelled(turns: Sequence[Sequence[float]]) -> list[float]:
+    """What each of some kinds took, by turns of them all: its share of a turn, in the median, of the shortest turn."""
+    levels = [statistics.geometric_mean(turn) for turn in turns]
+    shares = ([took / level for took, level in zip(kind, levels, strict=True)] for kind in zip(*turns, strict=True))
+    return [statistics.median(found) * min(levels) for found in shares]
+
+
+def _some_seconds_of(engine: Engine) -> float:
+    """A round's time, the median of a few; not of the first one, for which nothing was launched ahead."""
+    # What others have launched ahead comes before.
+    mx.synchronize()
+    times = [_seconds_of(engine), _seconds_of(engine)][1:]
+    while len(times) < _MOST_TIMED and sum(times) < _SECONDS_A_TURN:
+        times.append(_seconds_of(engine))
+    return statistics.median(times)
 
 
 def _seconds_of(engine: Engine) -> float:

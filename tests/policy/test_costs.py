@@ -29,8 +29,8 @@ class Machine:
     def __init__(self, seconds, depth):
         self.seconds, self.depth = seconds, depth
 
-    def round(self, policy):
-        return self.seconds(policy.width, branches=policy.branches, waits=policy.waits, depth=self.depth)
+    def rounds(self, policies):
+        return [self.seconds(p.width, branches=p.branches, waits=p.waits, depth=self.depth) for p in policies]
 
     def in_turns(self, widths, *, places, tree):
         """After a draft of all places."""

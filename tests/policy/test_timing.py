@@ -1,5 +1,6 @@
 """How rounds are timed: which of them count, and to which width a time belongs."""
 
+import random
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -8,7 +9,7 @@ from tiny import mostly_slow, tiny_drafter, tiny_eagle3, tiny_target
 from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 
 from dflash_mlx.policy import timing
-from dflash_mlx.policy.timing import Timer
+from dflash_mlx.policy.timing import Timer, levelled
 from dflash_mlx.policy.width import FixedWidth
 
 
@@ -31,29 +32,54 @@ def timer():
 
 @pytest.mark.parametrize(("kind", "warm_up"), [("cpu", 1), ("metal", 3)])
 @pytest.mark.parametrize(
-    ("seconds", "timed"),
+    ("seconds", "turns", "timed"),
     [
-        (1.0, 1),  # very slow ones: one
-        (0.4, 3),  # slow ones: three
-        (0.0625, 4),  # quick ones: until a fifth of a second is full
-        (0.001, 40),  # and 40 rounds in all at the most
+        (1.0, 1, 1),  # very slow rounds: one
+        (0.4, 3, 1),  # slow ones: three
+        (0.03, 4, 2),  # quick ones: until a fifth of a second is full
+        (0.001, 10, 5),  # and fifty in all at the most
     ],
 )
-def test_as_many_rounds_are_timed_as_are_telling(seconds, timed, kind, warm_up, timer, monkeypatch):
-    """The first ones are slower and do not count."""
-    clock, rounds = Clock(monkeypatch), -1
+def test_as_many_rounds_are_timed_as_are_telling(seconds, turns, timed, kind, warm_up, timer, monkeypatch):
+    """The first ones are slower and do not count, nor those that nothing was launched ahead for."""
+    clock, rounds = Clock(monkeypatch), {1: 0, 3: 0}
 
     def advance(policy):
-        nonlocal rounds
-        rounds += 1
-        clock.now += seconds if rounds > warm_up else 100.0
+        count = rounds[policy.width] = rounds[policy.width] + 1
+        counts = count > 1 + warm_up and (count - 2 - warm_up) % (1 + timed) > 0
+        clock.now += policy.width * seconds if counts else 0.001 * seconds if count > 1 + warm_up else 100.0
 
     engine_of(monkeypatch, advance)
     monkeypatch.setattr(timing, "backend", lambda: SimpleNamespace(kind=kind))
     # Other tests measure for a shorter time.
     monkeypatch.setattr(timing, "_SECONDS_A_WIDTH", 0.2)
-    assert timer.round(FixedWidth(3)) == pytest.approx(seconds)
-    assert rounds == min(warm_up + timed, 40)
+    assert timer.rounds([FixedWidth(1)]) == pytest.approx([seconds])
+    assert rounds == {1: 1 + warm_up + turns * (1 + timed), 3: 0}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_computer_that_becomes_slower_for_a_while_is_so_for_all_kinds(seed, timer, monkeypatch):
+    """Rounds of 3, 4 and 5 ms, on a computer that now and then takes 1.6 times as long for a second or so."""
+    clock, rng, slow, until = Clock(monkeypatch), random.Random(seed), False, 0.0
+
+    def advance(policy):
+        nonlocal slow, until
+        if clock.now > until:
+            slow, until = not slow, clock.now + rng.uniform(0.1, 1.5)
+        clock.now += 0.001 * (3 + policy.width) * (1.6 if slow else 1.0) * rng.uniform(0.95, 1.05)
+
+    engine_of(monkeypatch, advance)
+    monkeypatch.setattr(timing, "_SECONDS_A_WIDTH", 0.2)
+    found = timer.rounds([FixedWidth(width) for width in (0, 1, 2)])
+    assert found[1] / found[0] == pytest.approx(4 / 3, rel=0.04)
+    assert found[2] / found[0] == pytest.approx(5 / 3, rel=0.04)
+    # It may have been slow throughout.
+    assert 0.95 * 0.003 < found[0] < 1.65 * 0.003
+
+
+def test_what_one_turn_found_is_its_share_of_the_shortest_turn():
+    assert levelled([[1.0, 4.0], [2.0, 8.0], [1.5, 9.0]]) == pytest.approx([1.0, 4.0])
+    assert levelled([[3.0]]) == pytest.approx([3.0])
 
 
 @pytest.mark.parametrize("early", [0.0, 0.3, 1.0])
@@ -103,6 +129,6 @@ def test_rounds_of_every_family_can_be_timed(family):
     if reason := unavailable(family):
         pytest.skip(reason)
     timer = Timer(family_target(family), tiny_drafter(), depth=40)
-    assert timer.round(FixedWidth(2)) > 0
+    assert min(timer.rounds([FixedWidth(2), FixedWidth(0)])) > 0
     assert timer.draft(2) > 0
     assert timer.in_turns([1, 3], places=3, tree=0).keys() == {1, 3}
