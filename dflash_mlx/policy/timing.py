@@ -49,7 +49,7 @@ class Timer:
         """Rounds of some kinds, which take turns of a few rounds each.
 
         Some computers are slower for some seconds, whatever they do. So the kinds are compared within turns of all of
-        them, and how fast the computer was in the fastest turn is what counts for all of them.
+        them, and how fast the computer was in the median turn is what counts for all of them.
         """
         engines, turns = [self._warm(policy) for policy in policies], []
         started = time.perf_counter()
@@ -124,10 +124,10 @@ class Timer:
 
 
 def levelled(turns: Sequence[Sequence[float]]) -> list[float]:
-    """What each of some kinds took, by turns of them all: its share of a turn, in the median, of the shortest turn."""
+    """What each of some kinds took, by turns of them all: its share of a turn, of the median turn."""
     levels = [statistics.geometric_mean(turn) for turn in turns]
     shares = ([took / level for took, level in zip(kind, levels, strict=True)] for kind in zip(*turns, strict=True))
-    return [statistics.median(found) * min(levels) for found in shares]
+    return [statistics.median(found) * statistics.median(levels) for found in shares]
 
 
 def _some_seconds_of(engine: Engine) -> float:

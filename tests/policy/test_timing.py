@@ -77,8 +77,8 @@ def test_a_computer_that_becomes_slower_for_a_while_is_so_for_all_kinds(seed, ti
     assert 0.95 * 0.003 < found[0] < 1.65 * 0.003
 
 
-def test_what_one_turn_found_is_its_share_of_the_shortest_turn():
-    assert levelled([[1.0, 4.0], [2.0, 8.0], [1.5, 9.0]]) == pytest.approx([1.0, 4.0])
+def test_what_turns_found_are_shares_of_the_median_turn():
+    assert levelled([[1.0, 4.0], [2.0, 8.0], [0.5, 9.0]]) == pytest.approx([4.5**0.5 / 2, 2 * 4.5**0.5])
     assert levelled([[3.0]]) == pytest.approx([3.0])
 
 
