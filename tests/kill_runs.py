@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 SECONDS = 120.0  # that a run may take on a busy machine
-# pip asks for the version of Rust, and rustup then writes its settings.
-_OTHERS = (".rustup", ".rustup/*")
+# pip asks for the version of Rust, and rustup then writes its settings. The Hub's client writes its tag in place, once.
+_OTHERS = (".rustup", ".rustup/*", "*CACHEDIR.TAG")
 _PRELOAD = (
     "dflash_mlx.cli.app",
     "dflash_mlx.drafters.convert",

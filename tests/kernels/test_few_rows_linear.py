@@ -5,8 +5,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from kernels.cuda_on_cpu import kernel_on_cpu, kernels_folder, needs_compiler
-from tiny import FAMILIES, SECOND, drafted_tokens, mostly_slow, plain_tokens, tiny_drafter, tiny_target
+from tiny import FAMILIES, SECOND, mostly_slow, tiny_drafter, tiny_target
 
+from dflash_mlx.caches.rows import Rows
 from dflash_mlx.kernels import few_rows_linear
 from dflash_mlx.kernels.few_rows_linear import (
     FewRowsLinear,
@@ -16,8 +17,7 @@ from dflash_mlx.kernels.few_rows_linear import (
     set_few_rows,
 )
 from dflash_mlx.kernels.sources import source
-from dflash_mlx.policy.width import FixedWidth
-from dflash_mlx.rounding import relative_difference
+from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
 
 MOST = 5
@@ -225,17 +225,24 @@ def test_only_plain_layers_of_a_fitting_size_take_part(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("family", mostly_slow(sorted(FAMILIES), "qwen3"))
 @pytest.mark.parametrize("second", [False, True])
-def test_answers_stay_the_same(family, second, used):
-    """Of tiny models of which both compute by the kernel; the truth is mlx-lm's plain decoding."""
+def test_rounds_stay_the_same(family, second, used):
+    """Of tiny models of which both compute by the kernel: what the target says of a block, and the drafter of one."""
     target, drafter = half(tiny_target(family)), tiny_drafter(**(SECOND if second else {}))
     drafter.set_dtype(mx.float16)
-    prompt = [5, 6, 7]
-    expected = plain_tokens(target, prompt, 12)
-    layers = fitting_layers(target.model) + fitting_layers(drafter)
-    groups = called_together(layers, lambda: drafted_tokens(target, drafter, prompt, 6, FixedWidth(4)))
+    block, at = mx.array([[5, 6, 7, 8, 9]]), mx.array([0])
+
+    def made():
+        rows, state = Rows.blank(target.blank_caches, 1, 16), drafter.blank(target, 1, 16)
+        logits, features = target.pass_for(drafter.taps).over(rows, block)
+        state.extend(block, features, at, room=16, all_kept=True)
+        return logits, state.draft(block[:, 0], at + 5, mx.zeros((1, 4), dtype=mx.uint32), room=16)[0]
+
+    expected, layers = made(), fitting_layers(target.model) + fitting_layers(drafter)
+    groups = called_together(layers, made)
     assert len(groups) >= 2 * len(target.layers)
     set_few_rows(layers, 64, groups)
-    assert drafted_tokens(target, drafter, prompt, 12, FixedWidth(4)) == expected
+    for found, truth in zip(made(), expected, strict=True):
+        assert relative_difference(found, truth) < TOLERANCE[mx.float16]
     assert {(5, 3), (5, 2), (5, 1)} <= set(used)
 
 

@@ -96,7 +96,7 @@ def _layers_of_kernel(target: Target, uses: Uses) -> set[int]:
     """Ids of the layers whose rows the CUDA kernel for few rows multiplies, which takes fewer launches than blocks."""
     fitting = {id(layer) for layer in fitting_layers(target.model, without=[target.head_module])}
     found = [(layer, dtype) for key, (layer, dtype) in uses.layers.items() if key in fitting]
-    works = {dtype: products_work(dtype) for _, dtype in found}
+    works = {dtype: products_work(dtype, together=False) for _, dtype in found}
     return {id(layer) for layer, dtype in found if works[dtype] and layer["weight"].dtype == dtype}
 
 
