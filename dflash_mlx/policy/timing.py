@@ -43,7 +43,6 @@ class Timer:
 
     def __init__(self, target: Target, drafter: Drafter, *, depth: int) -> None:
         self.target, self.drafter, self.depth = target, drafter, depth
-        self._read: Session | None = None
 
     def rounds(self, policies: Sequence[FixedWidth]) -> list[float]:
         """Rounds of some kinds, which take turns of a few rounds each.
