@@ -102,8 +102,8 @@ def test_the_kernel_reads_its_inputs_where_they_lie(aligned, tmp_path):
     (found,) = made(
         inputs=[q, k, v, np.array([0.25, MASK], dtype=np.float32), mask],
         template=[("T", mx.float32), ("D", head_dim), *one_launch._CONSTANTS],
-        grid=(heads * 256, rows, batch),
-        threadgroup=(256, 1, 1),
+        grid=(heads * one_launch._THREADS, rows, batch),
+        threadgroup=(one_launch._THREADS, 1, 1),
         output_shapes=[(batch, rows, heads, head_dim)],
         output_dtypes=[mx.float32],
     )

@@ -18,8 +18,9 @@ from dflash_mlx.kernels.sources import source
 # The kernel keeps a number for each key of a part in the GPU's shared memory, 16 KB in all. It computes any number of
 # parts, one after the other.
 MOST_KEYS = 4096
-_THREADS = 256
-_CONSTANTS = [("THREADS", _THREADS), ("MOST_KEYS", MOST_KEYS), *KINDS]
+# Threads of a block, and keys that each of them has asked memory for at once.
+_THREADS, _AT_ONCE = 512, 4
+_CONSTANTS = [("THREADS", _THREADS), ("AT_ONCE", _AT_ONCE), ("MOST_KEYS", MOST_KEYS), *KINDS]
 
 
 def made_for(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
