@@ -55,6 +55,7 @@ def examine_rounds(choice: options.ModelChoice) -> dict[str, Any]:
         "method": pair.method,
         "waits_for_drafts": costs.chains.steep,
         "context": [SHALLOW, DEEP],
+        "spread": round(costs.spread, 3),
         "rounds": rounds,
         "choices": choices,
     }
@@ -69,7 +70,8 @@ def print_rounds(found: dict[str, Any]) -> None:
         later = f"{line['milliseconds_deep']:.1f} ms" if line["milliseconds_deep"] is not None else "-"
         pays = f"{line['pays_from']:.2f} tokens" if line["drafts"] else "-"
         print(f"{_drafts(line):<13}{line['milliseconds']:>7.1f} ms  {pays:>15}  {later:>19}")
-    print()
+    text = f"Each was timed several times; the two least times differ by {found['spread']:.0%} (median)."
+    print("\n" + wrapped(text, sys.stdout) + "\n")
     text = "What is chosen where the drafter's first choice is right so often:"
     print(wrapped(text, sys.stdout) + "\n")
     print(f"{'right':<7}{'verified':<13}{'tokens a round':>14}  {'times plain':>11}")

@@ -1,6 +1,7 @@
 """What a round costs on this machine, by width: measured once for a pair and remembered on disk."""
 
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,12 +15,12 @@ from dflash_mlx.decoding.tree import wide_sizes
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.policy.group import rising
 from dflash_mlx.policy.stored import fingerprint, read_json, store
-from dflash_mlx.policy.timing import Timer
+from dflash_mlx.policy.timing import Rounds, Timer
 from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.policy.width import DEEP, SHALLOW, STEEP, FixedWidth, RoundCosts
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 17
+_SCHEMA = 18
 # A round this much slower than a wider one, or than in another turn, was disturbed.
 _DISTURBED = 1.25
 # Everything is measured in turns, until so many have found the same; in so many at the most, and then in half of them
@@ -50,7 +51,8 @@ def load_or_measure(
     name = stored_name(target, drafter, block_size=block_size, folders=folders, dtype=dtype)
     try:
         stored = read_json(name)
-        return PairCosts(_from_json(stored["chains"]), _from_json(stored["trees"]) if stored["trees"] else None)
+        trees = _from_json(stored["trees"]) if stored["trees"] else None
+        return PairCosts(_from_json(stored["chains"]), trees, float(stored["spread"]))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         pass  # Not measured yet, or a file that cannot be used: measure.
     if report is not None:
@@ -63,8 +65,10 @@ def load_or_measure(
     costs = least(usual)
     # What other work on the machine has spoilt serves for now, and is not remembered.
     good, costs = len(usual) >= _AGREEING and plausible(costs), _smoothed(costs)
+    costs.spread = statistics.median([times[1] / times[0] - 1 for times in _found_twice(usual)] or [0.0])
     if good:
-        store(name, {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None})
+        kinds = {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None}
+        store(name, {**kinds, "spread": costs.spread})
     return costs
 
 
@@ -92,11 +96,16 @@ def alike(turns: Sequence[PairCosts]) -> list[PairCosts]:
 def agree(turns: Sequence[PairCosts]) -> bool:
     """Whether enough turns timed the same rounds, and found for each round about the least time twice."""
     usual = alike(turns)
-    chains, trees = [turn.chains for turn in usual], [turn.trees for turn in usual if turn.trees is not None]
-    tables = [_times([kind.round_seconds for kind in kinds]) for kinds in (chains, trees)]
-    twice = [times for table in tables for times in table.values() if len(times) > 1]
+    twice = _found_twice(usual)
     far = sum(times[1] > _DISTURBED * times[0] for times in twice)
     return len(usual) >= _AGREEING and far <= _MOST_FAR * len(twice) and plausible(least(usual))
+
+
+def _found_twice(turns: Sequence[PairCosts]) -> list[list[float]]:
+    """What turns found for each kind of round that several have timed, the least times first."""
+    chains, trees = [turn.chains for turn in turns], [turn.trees for turn in turns if turn.trees is not None]
+    tables = [_times([kind.round_seconds for kind in kinds]) for kinds in (chains, trees)]
+    return [times for table in tables for times in table.values() if len(times) > 1]
 
 
 def least(turns: Sequence[PairCosts]) -> PairCosts:
@@ -144,17 +153,18 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     waiting for the draft, by which its width is then chosen. Where trees pay there, they are all that is measured
     further.
     """
-    places, timer = block_size - 1, Timer(target, drafter, depth=SHALLOW)
+    places, timer = block_size - 1, Timer(target, drafter)
     tree = [FixedWidth(places, places=places)] if can_branch(target, drafter) else []
-    plain, narrow, wide, *branched = timer.rounds([*map(FixedWidth, (0, 1, places)), *tree])
+    after = [Rounds(FixedWidth(0), DEEP)] if _may_reach(target, DEEP) else []
+    plain, narrow, wide, *others = timer.rounds([*map(Rounds, [*map(FixedWidth, (0, 1, places)), *tree]), *after])
+    branched, plain_after = others[: len(tree)], others[-1] if after else None
     steep, chains = wide > STEEP * narrow, {0: plain, 1: narrow, places: wide}
     trees = {0: plain, places: branched[0]} if branched and branched[0] <= MOST_GAIN * wide else {}
     costs = PairCosts(
         RoundCosts(chains, {}, steep=steep),
         RoundCosts(trees, {}, steep=steep, places=places) if trees else None,
     )
-    deeper = Timer(target, drafter, depth=DEEP) if _may_reach(target, DEEP) else None
-    (_measure_waiting if steep else _measure_queued)(costs, places, timer, deeper)
+    (_measure_waiting if steep else _measure_queued)(costs, places, timer, plain_after)
     return costs
 
 
@@ -163,35 +173,33 @@ def _may_reach(target: Target, depth: int) -> bool:
     return target.takes_rows() and (target.context_length is None or target.context_length >= 2 * depth)
 
 
-def _measure_queued(costs: PairCosts, places: int, timer: Timer, deeper: Timer | None) -> None:
-    """Where width costs little: a few widths of chains, and sizes of trees."""
+def _measure_queued(costs: PairCosts, places: int, timer: Timer, plain_after: float | None) -> None:
+    """Where width costs little: a few widths of chains, and sizes of trees. After a long context fewer, if any."""
     kinds = [kind for kind in (costs.chains, costs.trees) if kind is not None]
     # Each is timed for a few rounds, and some more to warm up.
     rounds = _SECONDS_TO_SPEND / costs.chains.round_seconds[places] / _ROUNDS_EACH
     widths = _order(places)[: max(3, min(_FEW, int(rounds / len(kinds))))]
     drafts = {width: timer.draft(width) for width in widths if width <= places}
-    for kind, table in zip(kinds, _round_seconds(timer, kinds, widths, places), strict=True):
-        kind.round_seconds, kind.draft_seconds = table, drafts
-    if deeper is not None:
-        few = sorted({places, wide_sizes(places)[0]} & set(widths))
-        for kind, table in zip(kinds, _round_seconds(deeper, kinds, few, places), strict=True):
-            kind.deep_seconds = table
+    few = sorted({places, wide_sizes(places)[0]} & set(widths))
+
+    def asked(kind: RoundCosts, widths: Sequence[int], depth: int) -> dict[int, Rounds]:
+        """By width, plain ones too. Chains have as many drafts as places at the most."""
+        own = (width for width in (0, *widths) if kind.places or width <= places)
+        return {width: Rounds(FixedWidth(width, places=kind.places if width else 0), depth) for width in own}
+
+    shallow = [asked(kind, widths, SHALLOW) for kind in kinds]
+    after = [{} if plain_after is None else asked(kind, few, DEEP) for kind in kinds]
+    # All in the same turns, since it is by their differences that widths, and lengths of context, are compared.
+    together = list(dict.fromkeys(each for table in (*shallow, *after) for each in table.values()))
+    seconds = dict(zip(together, timer.rounds(together), strict=True))
+    for kind, one, other in zip(kinds, shallow, after, strict=True):
+        kind.round_seconds, kind.deep_seconds = (
+            {width: seconds[each] for width, each in table.items()} for table in (one, other)
+        )
+        kind.draft_seconds = drafts
 
 
-def _round_seconds(
-    timer: Timer, kinds: Sequence[RoundCosts], widths: Sequence[int], places: int
-) -> list[dict[int, float]]:
-    """What rounds of each kind take, by width, plain ones too. Chains have as many drafts as places at the most."""
-    of_kind = [[width for width in widths if kind.places or width <= places] for kind in kinds]
-    policies = [
-        FixedWidth(width, places=kind.places) for kind, own in zip(kinds, of_kind, strict=True) for width in own
-    ]
-    plain, *seconds = timer.rounds([FixedWidth(0), *policies])
-    taken = iter(seconds)
-    return [{0: plain, **{width: next(taken) for width in own}} for own in of_kind]
-
-
-def _measure_waiting(costs: PairCosts, places: int, timer: Timer, deeper: Timer | None) -> None:
+def _measure_waiting(costs: PairCosts, places: int, timer: Timer, plain_after: float | None) -> None:
     """Where width costs much, and in steps: many numbers of drafts, or as many as there is time for."""
     kind = costs.trees or costs.chains
     affordable = max(_FEWEST, int(_SECONDS_TO_SPEND / kind.round_seconds[places]))
@@ -200,17 +208,16 @@ def _measure_waiting(costs: PairCosts, places: int, timer: Timer, deeper: Timer 
     drafts = {width: timer.draft(width) for width in widths if width <= places}
     costs.chains.draft_seconds = kind.draft_seconds = drafts
 
-    def seconds(timer: Timer, widths: Sequence[int]) -> dict[int, float]:
+    def seconds(widths: Sequence[int], depth: int) -> dict[int, float]:
         """Of rounds, a chain's with a draft of its own width. All were made after a draft of all places."""
-        times = timer.in_turns(widths, places=places, tree=widest if kind.places else 0)
+        times = timer.in_turns(widths, places=places, tree=widest if kind.places else 0, depth=depth)
         return times if kind.places else {w: times[w] - drafts[places] + drafts[w] for w in widths}
 
-    kind.round_seconds = {0: kind.round_seconds[0], **seconds(timer, widths)}
+    kind.round_seconds = {0: kind.round_seconds[0], **seconds(widths, SHALLOW)}
     if kind.round_seconds.get(wide, math.inf) < STEEP * kind.round_seconds[places]:
-        kind.round_seconds |= seconds(timer, [widest])
-    if deeper is not None:
-        few = sorted({1, places // 2, places} & set(widths))
-        kind.deep_seconds = {0: deeper.rounds([FixedWidth(0)])[0], **seconds(deeper, few)}
+        kind.round_seconds |= seconds([widest], SHALLOW)
+    if plain_after is not None:
+        kind.deep_seconds = {0: plain_after, **seconds(sorted({1, places // 2, places} & set(widths)), DEEP)}
 
 
 def _order(places: int) -> list[int]:

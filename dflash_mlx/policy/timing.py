@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -19,7 +20,7 @@ from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import propose
 from dflash_mlx.drafters.contract import Drafter, DraftState
 from dflash_mlx.drafters.ranking import BRANCHES, rank
-from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.policy.width import SHALLOW, FixedWidth
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
@@ -38,19 +39,26 @@ _LONG_ROUND = 0.5
 _TOKENS = 1 << 20
 
 
+class Rounds(NamedTuple):
+    """What is timed: rounds by this policy, after `depth` tokens of context."""
+
+    policy: FixedWidth
+    depth: int = SHALLOW
+
+
 class Timer:
-    """Times rounds and drafts of a target and a drafter, after `depth` tokens of context."""
+    """Times rounds and drafts of a target and a drafter."""
 
-    def __init__(self, target: Target, drafter: Drafter, *, depth: int) -> None:
-        self.target, self.drafter, self.depth = target, drafter, depth
+    def __init__(self, target: Target, drafter: Drafter) -> None:
+        self.target, self.drafter = target, drafter
 
-    def rounds(self, policies: Sequence[FixedWidth]) -> list[float]:
+    def rounds(self, kinds: Sequence[Rounds]) -> list[float]:
         """Rounds of some kinds, which take turns of a few rounds each.
 
         Some computers are slower for some seconds, whatever they do. So the kinds are compared within turns of all of
         them, and how fast the computer was in the median turn is what counts for all of them.
         """
-        engines, turns = [self._warm(policy) for policy in policies], []
+        engines, turns = [self._warm(*kind) for kind in kinds], []
         started = time.perf_counter()
         while True:
             turns.append([_some_seconds_of(engine) for engine in engines])
@@ -62,22 +70,22 @@ class Timer:
             _end(engine)
         return levelled(turns)
 
-    def _warm(self, policy: FixedWidth) -> Engine:
+    def _warm(self, policy: FixedWidth, depth: int) -> Engine:
         """An answer with such rounds, which has begun."""
-        engine = self._engine(policy)
+        engine = self._engine(policy, depth)
         # The first one is the prompt's own.
         for _ in range(1 + (1 if backend().kind == "cpu" else 3)):
             engine.advance()
         return engine
 
-    def in_turns(self, widths: Sequence[int], *, places: int, tree: int) -> dict[int, float]:
+    def in_turns(self, widths: Sequence[int], *, places: int, tree: int, depth: int = SHALLOW) -> dict[int, float]:
         """Rounds of each width, of chains or of a tree of at most so many drafts. All wait for drafts of all places.
 
         A round's time is that between two looks at its like: on its way there the next one is launched, and MLX may
         take until then to do the first.
         """
         policy = _InTurns([width for width in widths for _ in range(1 + _TIMED_IN_TURN)], places=places, tree=tree)
-        engine = self._engine(policy)
+        engine = self._engine(policy, depth)
         # The prompt's own round, at whose end the first one is launched.
         engine.advance()
         times = [_seconds_of(engine) for _ in policy.widths]
@@ -87,10 +95,10 @@ class Timer:
 
     def draft(self, places: int) -> float:
         """A draft with its candidates, alone; less than the difference between two rounds, which overlap."""
-        state, at, anchors, times = self._draft_state(), mx.array([self.depth]), mx.array([0]), []
+        state, at, anchors, times = self._draft_state(SHALLOW), mx.array([SHALLOW]), mx.array([0]), []
         for _ in range(1 + _TIMED_DRAFTS):
             started = time.perf_counter()
-            drafted = propose([None], state, Choice(places), anchors=anchors, at=at, room=self.depth + places + 1)
+            drafted = propose([None], state, Choice(places), anchors=anchors, at=at, room=SHALLOW + places + 1)
             ids = state.vocabulary.token_ids if state.vocabulary else None
             ranked = []
             if drafted.logits is not None:
@@ -99,13 +107,13 @@ class Timer:
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])
 
-    def _draft_state(self) -> DraftState:
-        return self.drafter.blank(self.target, 1, self.depth)
+    def _draft_state(self, depth: int) -> DraftState:
+        return self.drafter.blank(self.target, 1, depth)
 
-    def _engine(self, policy: WidthPolicy) -> Engine:
-        """An answer that is about to begin."""
+    def _engine(self, policy: WidthPolicy, depth: int) -> Engine:
+        """An answer that is about to begin, after so many tokens of context."""
         engine, session = Engine(self.target, self.drafter), Session(self.target, self.drafter, ends_with_answer=True)
-        prompt = [i % self.target.vocab_size for i in range(self.depth + 1)]
+        prompt = [i % self.target.vocab_size for i in range(depth + 1)]
         in_rows = self.target.takes_rows()
         if in_rows:
             session.tokens = prompt[:-1]
@@ -116,7 +124,7 @@ class Timer:
             engine.join(lane)
             return engine
         batch = Batch(self.target, self.drafter)
-        batch.caches, batch.state = self.target.blank_rows(1, self.depth), self._draft_state()
+        batch.caches, batch.state = self.target.blank_rows(1, depth), self._draft_state(depth)
         batch.begin([lane])
         engine.join_all(batch)
         return engine

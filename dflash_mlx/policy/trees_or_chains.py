@@ -33,11 +33,13 @@ _SLOW_FADE, _PRIOR_TOKENS = 0.98, 100.0
 class PairCosts:
     """What rounds of chains and, where the target takes them and they may pay, of trees cost.
 
-    They drift together: what slows one kind slows the other, and only one is timed at a time.
+    They drift together: what slows one kind slows the other, and only one is timed at a time. spread: by which share
+    the two least times that were measured for a round differ, the median over rounds.
     """
 
     chains: RoundCosts
     trees: RoundCosts | None = None
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         if self.trees is not None:

@@ -33,7 +33,7 @@ STEEP = 1.25
 FEW_WIDTHS = (1, 3, 7, 15)
 
 
-@dataclass
+@dataclass(frozen=True)
 class FixedWidth:
     """Always the same width: a chain, or the likeliest tree within `places` places when that is not 0.
 

@@ -144,12 +144,13 @@ FLAT = RoundCosts({0: 0.005, 1: 0.008, 7: 0.009}, {1: 0.001, 7: 0.001}, steep=Fa
 @pytest.mark.parametrize("model", [["--pair", "demo"], ["--model", "a", "--draft-model", "b"]])
 def test_rounds_of_a_pair(model, run, fake, monkeypatch):
     monkeypatch.setattr(fake, "method", "dflash", raising=False)
-    monkeypatch.setattr(fake, "round_costs", lambda report: PairCosts(STEEP), raising=False)
+    monkeypatch.setattr(fake, "round_costs", lambda report: PairCosts(STEEP, spread=0.03), raising=False)
     code, out, _ = run("doctor", *model)
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "no drafts 50.0 ms - 60.0 ms" in lines
     assert "chain of 7 80.0 ms 1.60 tokens 120.0 ms" in lines
+    assert "two least times differ by 3% (median)." in " ".join(lines)
     # 1.8 tokens of a chain of one, in 1.2 times the time; seven places gain 4.16 tokens in 1.6 times the time.
     assert "80% chain of 7 4.16 2.60" in lines
     drafting = json.loads(run("doctor", *model, "--json")[1])["drafting"]

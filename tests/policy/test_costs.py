@@ -26,17 +26,17 @@ WIDTHS = {0, 1, 3, 7}
 class Machine:
     """In the place of `Timer`: rounds take what `seconds(width, branches=, waits=, depth=)` says."""
 
-    def __init__(self, seconds, depth):
-        self.seconds, self.depth = seconds, depth
+    def __init__(self, seconds):
+        self.seconds = seconds
 
-    def rounds(self, policies):
-        return [self.seconds(p.width, branches=p.branches, waits=p.waits, depth=self.depth) for p in policies]
+    def rounds(self, kinds):
+        return [self.seconds(p.width, branches=p.branches, waits=p.waits, depth=depth) for p, depth in kinds]
 
-    def in_turns(self, widths, *, places, tree):
+    def in_turns(self, widths, *, places, tree, depth):
         """After a draft of all places."""
         more = 0 if tree else self.draft(places)
         return {
-            width: self.seconds(width, branches=tree > 0, waits=True, depth=self.depth)
+            width: self.seconds(width, branches=tree > 0, waits=True, depth=depth)
             + (more - self.draft(width) if more else 0)
             for width in widths
         }
@@ -52,7 +52,7 @@ def machine(monkeypatch):
     def measure(seconds, *, trees=True, **changes):
         target = tiny_target("llama", **changes)
         monkeypatch.setattr(target, "_trees", trees)
-        monkeypatch.setattr(costs, "Timer", lambda target, drafter, depth: Machine(seconds, depth))
+        monkeypatch.setattr(costs, "Timer", lambda target, drafter: Machine(seconds))
         # However slow the rounds are.
         monkeypatch.setattr(costs, "_SECONDS_TO_SPEND", 3000.0)
         return costs.measure(target, tiny_drafter(), block_size=8)
@@ -237,9 +237,12 @@ def test_a_disturbed_measurement_is_repeated_and_not_remembered(trees, load, tmp
 def test_of_turns_the_least_figures_count_and_two_have_to_agree(load, tmp_path, turns):
     """Other work and compiling only add time."""
     turns += [PairCosts(chains(1.0, 5.0, 1.4)), PairCosts(chains(1.1, 1.2, 3.0)), PairCosts(chains(1.3, 1.4, 1.6))]
-    assert load().chains.round_seconds == {0: 1.0, 1: 1.2, 7: 1.4}
+    found = load()
+    assert found.chains.round_seconds == {0: 1.0, 1: 1.2, 7: 1.4}
+    # The second least times are a tenth, a sixth and a seventh longer.
+    assert found.spread == pytest.approx(1 / 7)
     assert not turns
-    assert stored(tmp_path)
+    assert load() == found
 
 
 def test_after_the_most_turns_what_nothing_contradicts_is_remembered(load, tmp_path, turns):

@@ -9,7 +9,7 @@ from tiny import mostly_slow, tiny_drafter, tiny_eagle3, tiny_target
 from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 
 from dflash_mlx.policy import timing
-from dflash_mlx.policy.timing import Timer, levelled
+from dflash_mlx.policy.timing import Rounds, Timer, levelled
 from dflash_mlx.policy.width import FixedWidth
 
 
@@ -21,13 +21,13 @@ class Clock:
 
 def engine_of(monkeypatch, advance):
     """Have timers use an engine whose rounds `advance(policy)` makes."""
-    make = lambda self, policy: SimpleNamespace(advance=lambda: advance(policy), lanes=[])  # noqa: E731
+    make = lambda self, policy, depth: SimpleNamespace(advance=lambda: advance(policy), lanes=[])  # noqa: E731
     monkeypatch.setattr(Timer, "_engine", make)
 
 
 @pytest.fixture
 def timer():
-    return Timer(tiny_target("llama"), tiny_drafter(), depth=64)
+    return Timer(tiny_target("llama"), tiny_drafter())
 
 
 @pytest.mark.parametrize(("kind", "warm_up"), [("cpu", 1), ("metal", 3)])
@@ -53,7 +53,7 @@ def test_as_many_rounds_are_timed_as_are_telling(seconds, turns, timed, kind, wa
     monkeypatch.setattr(timing, "backend", lambda: SimpleNamespace(kind=kind))
     # Other tests measure for a shorter time.
     monkeypatch.setattr(timing, "_SECONDS_A_WIDTH", 0.2)
-    assert timer.rounds([FixedWidth(1)]) == pytest.approx([seconds])
+    assert timer.rounds([Rounds(FixedWidth(1))]) == pytest.approx([seconds])
     assert rounds == {1: 1 + warm_up + turns * (1 + timed), 3: 0}
 
 
@@ -70,7 +70,7 @@ def test_a_computer_that_becomes_slower_for_a_while_is_so_for_all_kinds(seed, ti
 
     engine_of(monkeypatch, advance)
     monkeypatch.setattr(timing, "_SECONDS_A_WIDTH", 0.2)
-    found = timer.rounds([FixedWidth(width) for width in (0, 1, 2)])
+    found = timer.rounds([Rounds(FixedWidth(width)) for width in (0, 1, 2)])
     assert found[1] / found[0] == pytest.approx(4 / 3, rel=0.04)
     assert found[2] / found[0] == pytest.approx(5 / 3, rel=0.04)
     # It may have been slow throughout.
@@ -113,7 +113,7 @@ def test_rounds_have_the_context_that_they_are_said_to_have(make, rows, monkeypa
     target, drafter = tiny_target("llama"), make()
     monkeypatch.setattr(target, "_rows", rows)
     monkeypatch.setattr(target, "_trees", rows)
-    engine = Timer(target, drafter, depth=100)._engine(FixedWidth(2))
+    engine = Timer(target, drafter)._engine(FixedWidth(2), 100)
     [lane] = engine.lanes
     for _ in range(3):
         engine.advance()
@@ -128,7 +128,7 @@ def test_rounds_have_the_context_that_they_are_said_to_have(make, rows, monkeypa
 def test_rounds_of_every_family_can_be_timed(family):
     if reason := unavailable(family):
         pytest.skip(reason)
-    timer = Timer(family_target(family), tiny_drafter(), depth=40)
-    assert min(timer.rounds([FixedWidth(2), FixedWidth(0)])) > 0
+    timer = Timer(family_target(family), tiny_drafter())
+    assert min(timer.rounds([Rounds(FixedWidth(2), 40), Rounds(FixedWidth(0), 40), Rounds(FixedWidth(2), 90)])) > 0
     assert timer.draft(2) > 0
-    assert timer.in_turns([1, 3], places=3, tree=0).keys() == {1, 3}
+    assert timer.in_turns([1, 3], places=3, tree=0, depth=40).keys() == {1, 3}
