@@ -20,7 +20,7 @@ from dflash_mlx.decoding.policies import Choice, Forecast, Observation
 from dflash_mlx.policy.pauses import Patience, Pauses
 
 # Tokens of context after which rounds are measured.
-SHALLOW, DEEP = 64, 1024
+SHALLOW, DEEP = 64, 2048
 # How much one more round lets the past fade: a memory of about 25 rounds.
 FADE = 0.96
 # Weight, in observations, of the assumption that a position is kept as often as the one before it.

@@ -124,7 +124,18 @@ class CudaKernel:
             source.write_text(text)
             subprocess.run(
                 # Fortified jumps would not go from one thread's stack to another's.
-                ["g++", "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-o", library, source],
+                [
+                    "g++",
+                    "-std=c++17",
+                    "-O1",
+                    "-ffp-contract=off",
+                    "-U_FORTIFY_SOURCE",
+                    "-shared",
+                    "-fPIC",
+                    "-o",
+                    library,
+                    source,
+                ],
                 check=True,
             )
         run = ctypes.CDLL(str(library)).run

@@ -41,6 +41,7 @@ def masks(batch, rows, keys, rng):
         (2, 2, 1, 256, 2, 40),
         (2, 9, 3, 64, 2, 33),
         (3, 4, 2, 16, 1, 40),
+        (2, 8, 2, 32, 9, 70),
     ],
 )
 def test_the_kernel_computes_attention(kind, batch, heads, kv_heads, head_dim, rows, keys, launched):
@@ -59,9 +60,30 @@ def test_the_kernel_computes_attention(kind, batch, heads, kv_heads, head_dim, r
 
 
 @needs_compiler
+@pytest.mark.parametrize("rows", [2, 5, 8])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_row_computed_with_another_has_the_same_numbers(rows, dtype, launched, monkeypatch):
+    """What `--exact` needs, since single rows are computed alone. The other row sees more, or less."""
+    rng = np.random.default_rng(rows)
+    queries, k, v = (
+        mx.array(rng.standard_normal((2, heads, count, 32), dtype=np.float32)).astype(dtype)
+        for heads, count in ((4, rows), (2, 130), (2, 130))
+    )
+    mask = masks(2, rows, 130, rng)["mask"]
+    found = {}
+    for enough in (1, 1 << 30):
+        monkeypatch.setattr(one_launch, "_ENOUGH_BLOCKS", enough)
+        found[enough] = attention(queries, k, v, 0.3, mask)
+    together, alone = found.values()
+    assert mx.array_equal(together, alone)
+
+
+@needs_compiler
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("keys", [32, 33, 100])
-def test_more_keys_than_a_part_holds(keys, launched, monkeypatch):
+def test_more_keys_than_a_part_holds(keys, together, launched, monkeypatch):
     """Some rows see nothing of the first parts, or of the last ones."""
+    monkeypatch.setattr(one_launch, "_ENOUGH_BLOCKS", 1 if together else 1 << 30)
     constants = [(name, 32 if name == "MOST_KEYS" else value) for name, value in one_launch._CONSTANTS]
     monkeypatch.setattr(one_launch, "_CONSTANTS", constants)
     rng = np.random.default_rng(keys)
@@ -79,7 +101,8 @@ def test_more_keys_than_a_part_holds(keys, launched, monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("aligned", [True, False])
-def test_the_kernel_reads_its_inputs_where_they_lie(aligned, tmp_path):
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_kernel_reads_its_inputs_where_they_lie(aligned, together, tmp_path):
     """Parts of larger arrays, with the axes in another order, and also where the last one is not contiguous."""
     rng = np.random.default_rng(1)
     batch, heads, kv_heads, head_dim, rows, keys = 2, 4, 2, 16, 3, 20
@@ -101,8 +124,8 @@ def test_the_kernel_reads_its_inputs_where_they_lie(aligned, tmp_path):
     mask[..., 0] = True
     (found,) = made(
         inputs=[q, k, v, np.array([0.25, MASK], dtype=np.float32), mask],
-        template=[("T", mx.float32), ("D", head_dim), *one_launch._CONSTANTS],
-        grid=(heads * one_launch._THREADS, rows, batch),
+        template=[("T", mx.float32), ("D", head_dim), ("ROWS", together), *one_launch._CONSTANTS],
+        grid=(heads * one_launch._THREADS, -(-rows // together), batch),
         threadgroup=(one_launch._THREADS, 1, 1),
         output_shapes=[(batch, rows, heads, head_dim)],
         output_dtypes=[mx.float32],

@@ -149,7 +149,7 @@ def test_rounds_are_timed_after_two_lengths_of_context(trees, machine):
 
     for context, known in ((8192, True), (1500, False)):
         found = machine(seconds, trees=trees, max_position_embeddings=context)
-        for depth in (SHALLOW, 544, DEEP, 2048):
+        for depth in (SHALLOW, 544, DEEP, 2 * DEEP):
             costs = found.after(depth)
             kind = costs.trees if trees else costs.chains
             for width in WIDTHS:
@@ -159,7 +159,7 @@ def test_rounds_are_timed_after_two_lengths_of_context(trees, machine):
         if trees and known:
             # Of trees that were timed after a short context only, at least as much as of smaller ones.
             assert found.after(DEEP).trees.round(15) == pytest.approx(
-                seconds(15, branches=True, waits=True, depth=SHALLOW) + 8 * 0.96
+                seconds(15, branches=True, waits=True, depth=SHALLOW) + 0.008 * (DEEP - SHALLOW)
             )
 
 

@@ -3,7 +3,8 @@
 MLX computes the attention of up to three rows in one launch. A round has more, and a tree's rows have a mask of their
 own: for those MLX strings together products, a selection and a softmax, which take the computer some 45 microseconds a
 layer. Here they are one launch, too (12 microseconds), over keys and values where they lie in the cache, and in float32
-throughout, like MLX's kernel for a single row. Keys are read once for each row and head, so it pays for short contexts.
+throughout, like MLX's kernel for a single row. Keys are read for each head and every two rows, so it pays for contexts
+that are not too long.
 """
 
 from functools import cache
@@ -15,12 +16,14 @@ from dflash_mlx.kernels.attention import Mask
 from dflash_mlx.kernels.rows_attention.masks import KINDS, settings_and_mask
 from dflash_mlx.kernels.sources import source
 
-# The kernel keeps a number for each key of a part in the GPU's shared memory, 16 KB in all. It computes any number of
+# The kernel keeps a number for each key of a part in the GPU's shared memory, 8 KB for a row. It computes any number of
 # parts, one after the other.
-MOST_KEYS = 4096
-# Threads of a block, and keys that each of them has asked memory for at once.
+MOST_KEYS = 2048
+# Threads of a block, and keys that each of them asks memory for at once.
 _THREADS, _AT_ONCE = 512, 4
 _CONSTANTS = [("THREADS", _THREADS), ("AT_ONCE", _AT_ONCE), ("MOST_KEYS", MOST_KEYS), *KINDS]
+# A block computes two rows, with keys that are read once for both, where a GPU still has so many blocks to compute.
+_ENOUGH_BLOCKS = 64
 
 
 def made_for(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
@@ -44,10 +47,11 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
     that it does not see after those that it does.
     """
     batch, heads, rows, head_dim = queries.shape
+    together = 2 if batch * heads * (rows // 2) >= _ENOUGH_BLOCKS else 1
     (out,) = _kernel()(
         inputs=[queries, keys, values, *settings_and_mask(scale, mask)],
-        template=[("T", queries.dtype), ("D", head_dim), *_CONSTANTS],
-        grid=(heads * _THREADS, rows, batch),
+        template=[("T", queries.dtype), ("D", head_dim), ("ROWS", together), *_CONSTANTS],
+        grid=(heads * _THREADS, -(-rows // together), batch),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(batch, rows, heads, head_dim)],
         output_dtypes=[queries.dtype],
