@@ -1,6 +1,7 @@
 """What rounds of a pair take on this machine, and which are chosen: `dflash-mlx doctor --pair NAME`."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from dflash_mlx.cli import options
@@ -14,7 +15,7 @@ def examine_rounds(choice: options.ModelChoice) -> dict[str, Any]:
     """Load a pair, measure its rounds where that was not done before, and say what would be chosen."""
     pair = choice.open()
     from dflash_mlx.policy.prospects import prospect
-    from dflash_mlx.policy.width import DEEP, SHALLOW
+    from dflash_mlx.policy.width import DEPTHS, SHALLOW
 
     with LoadProgress() as progress:
         costs = pair.round_costs(progress.report)
@@ -23,9 +24,7 @@ def examine_rounds(choice: options.ModelChoice) -> dict[str, Any]:
     for kind in kinds:
         if kind is None:
             continue
-        deep = costs.after(DEEP)
-        later = deep.trees if kind.places else deep.chains
-        assert later is not None
+        deeper = [replace(kind, depth=depth) for depth in DEPTHS if depth in kind.deeper]
         for width in sorted(kind.round_seconds):
             if width == 0 and rounds:
                 continue
@@ -34,7 +33,7 @@ def examine_rounds(choice: options.ModelChoice) -> dict[str, Any]:
                     "drafts": width,
                     "tree": width > 0 and kind.places > 0,
                     "milliseconds": round(1000 * kind.round(width), 3),
-                    "milliseconds_deep": round(1000 * later.round(width), 3) if kind.deep_seconds else None,
+                    "milliseconds_after": [round(1000 * later.round(width), 3) for later in deeper],
                     "pays_from": round(kind.round(width) / kind.plain, 3),
                 }
             )
@@ -54,7 +53,7 @@ def examine_rounds(choice: options.ModelChoice) -> dict[str, Any]:
         "pair": pair.name,
         "method": pair.method,
         "waits_for_drafts": costs.chains.steep,
-        "context": [SHALLOW, DEEP],
+        "context": [SHALLOW, *DEPTHS],
         "spread": round(costs.spread, 3),
         "rounds": rounds,
         "choices": choices,
@@ -62,14 +61,16 @@ def examine_rounds(choice: options.ModelChoice) -> dict[str, Any]:
 
 
 def print_rounds(found: dict[str, Any]) -> None:
-    shallow, deep = found["context"]
+    shallow, *depths = found["context"]
     text = f"Rounds of {found['pair']} ({found['method']}) after {shallow} tokens of context, by what they verify:"
     print(wrapped(text, sys.stdout) + "\n")
-    print(f"{'':<13}{'round':>10}  {'pays from':>15}  {f'after {deep:,} tokens':>19}")
+    columns = [f"after {depth:,} tokens" for depth in depths]
+    print(f"{'':<13}{'round':>10}  {'pays from':>13}  {'  '.join(columns)}")
     for line in found["rounds"]:
-        later = f"{line['milliseconds_deep']:.1f} ms" if line["milliseconds_deep"] is not None else "-"
+        times = [f"{milliseconds:.1f} ms" for milliseconds in line["milliseconds_after"]] or ["-"] * len(depths)
+        later = "  ".join(f"{taken:>{len(column)}}" for taken, column in zip(times, columns, strict=False))
         pays = f"{line['pays_from']:.2f} tokens" if line["drafts"] else "-"
-        print(f"{_drafts(line):<13}{line['milliseconds']:>7.1f} ms  {pays:>15}  {later:>19}")
+        print(f"{_drafts(line):<13}{line['milliseconds']:>7.1f} ms  {pays:>13}  {later}")
     text = f"Each was timed several times; the two least times differ by {found['spread']:.0%} (median)."
     print("\n" + wrapped(text, sys.stdout) + "\n")
     text = "What is chosen where the drafter's first choice is right so often:"

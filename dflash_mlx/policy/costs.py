@@ -5,6 +5,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from dflash_mlx.policy.group import rising
 from dflash_mlx.policy.stored import fingerprint, read_json, store
 from dflash_mlx.policy.timing import Rounds, Timer
 from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
-from dflash_mlx.policy.width import DEEP, SHALLOW, STEEP, FixedWidth, RoundCosts
+from dflash_mlx.policy.width import DEPTHS, SHALLOW, STEEP, FixedWidth, RoundCosts
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 19
+_SCHEMA = 20
 # A round this much slower than a wider one, or than in another turn, was disturbed.
 _DISTURBED = 1.25
 # Everything is measured in turns, until so many have found the same; in so many at the most, and then in half of them
@@ -34,8 +35,6 @@ _SECONDS_TO_SPEND = 2.0
 _FEWEST, _FEW = 4, 10
 # Rounds that it takes to time one of those, about.
 _ROUNDS_EACH = 12
-# In the order of `RoundCosts.tables`.
-_TABLES = "round_seconds", "deep_seconds", "draft_seconds"
 
 
 def load_or_measure(
@@ -111,12 +110,22 @@ def _found_twice(turns: Sequence[PairCosts]) -> list[list[float]]:
 def least(turns: Sequence[PairCosts]) -> PairCosts:
     """The least time of each round in turns that timed the same ones: other work and compiling only add time."""
 
-    def lowest(kinds: list[RoundCosts]) -> RoundCosts:
-        tables = zip(*(kind.tables for kind in kinds), strict=True)
-        return kinds[-1].with_tables(*({width: t[0] for width, t in _times(found).items()} for found in tables))
+    def lowest(kinds: Sequence[RoundCosts]) -> RoundCosts:
+        return _merged(kinds, lambda tables: {width: times[0] for width, times in _times(tables).items()})
 
     trees = [turn.trees for turn in turns if turn.trees is not None]
     return PairCosts(lowest([turn.chains for turn in turns]), lowest(trees) if trees else None)
+
+
+def _merged(kinds: Sequence[RoundCosts], merge: Callable[[Sequence[dict[int, float]]], dict[int, float]]) -> RoundCosts:
+    """The last of these, with each table of seconds by width made of theirs."""
+    last = kinds[-1]
+    return replace(
+        last,
+        round_seconds=merge([kind.round_seconds for kind in kinds]),
+        draft_seconds=merge([kind.draft_seconds for kind in kinds]),
+        deeper={depth: merge([kind.deeper[depth] for kind in kinds]) for depth in last.deeper},
+    )
 
 
 def _times(tables: Sequence[dict[int, float]]) -> dict[int, list[float]]:
@@ -129,7 +138,7 @@ def _smoothed(costs: PairCosts) -> PairCosts:
     """With figures that never fall: a wider round does not take less time, since nobody has to use what it drafts."""
 
     def smooth(kind: RoundCosts) -> RoundCosts:
-        return kind.with_tables(*(rising(table) if table else {} for table in kind.tables))
+        return _merged([kind], lambda tables: rising(tables[0]) if tables[0] else {})
 
     return PairCosts(smooth(costs.chains), smooth(costs.trees) if costs.trees else None)
 
@@ -147,7 +156,7 @@ def plausible(costs: PairCosts) -> bool:
 
 
 def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
-    """Time real rounds of the decode loop at several widths and after two lengths of context, and drafts alone.
+    """Time real rounds of the decode loop at several widths and after some lengths of context, and drafts alone.
 
     Rounds are timed the way they will run: a chain's queued after the last one or, where width costs much, after
     waiting for the draft, by which its width is then chosen. Where trees pay there, they are all that is measured
@@ -155,9 +164,10 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     """
     places, timer = block_size - 1, Timer(target, drafter)
     tree = [FixedWidth(places, places=places)] if can_branch(target, drafter) else []
-    after = [Rounds(FixedWidth(0), DEEP)] if _may_reach(target, DEEP) else []
+    depths = [depth for depth in DEPTHS if _may_reach(target, depth)]
+    after = [Rounds(FixedWidth(0), depth) for depth in depths]
     plain, narrow, wide, *others = timer.rounds([*map(Rounds, [*map(FixedWidth, (0, 1, places)), *tree]), *after])
-    branched, plain_after = others[: len(tree)], others[-1] if after else None
+    branched, plain_after = others[: len(tree)], dict(zip(depths, others[len(tree) :], strict=True))
     steep, chains = wide > STEEP * narrow, {0: plain, 1: narrow, places: wide}
     trees = {0: plain, places: branched[0]} if branched and branched[0] <= MOST_GAIN * wide else {}
     costs = PairCosts(
@@ -173,7 +183,7 @@ def _may_reach(target: Target, depth: int) -> bool:
     return target.takes_rows() and (target.context_length is None or target.context_length >= 2 * depth)
 
 
-def _measure_queued(costs: PairCosts, places: int, timer: Timer, plain_after: float | None) -> None:
+def _measure_queued(costs: PairCosts, places: int, timer: Timer, plain_after: dict[int, float]) -> None:
     """Where width costs little: a few widths of chains, and sizes of trees. After a long context fewer, if any."""
     kinds = [kind for kind in (costs.chains, costs.trees) if kind is not None]
     # Each is timed for a few rounds, and some more to warm up.
@@ -187,19 +197,19 @@ def _measure_queued(costs: PairCosts, places: int, timer: Timer, plain_after: fl
         own = (width for width in (0, *widths) if kind.places or width <= places)
         return {width: Rounds(FixedWidth(width, places=kind.places if width else 0), depth) for width in own}
 
-    shallow = [asked(kind, widths, SHALLOW) for kind in kinds]
-    after = [{} if plain_after is None else asked(kind, few, DEEP) for kind in kinds]
+    tables = [
+        {depth: asked(kind, few if depth > SHALLOW else widths, depth) for depth in (SHALLOW, *plain_after)}
+        for kind in kinds
+    ]
     # All in the same turns, since it is by their differences that widths, and lengths of context, are compared.
-    together = list(dict.fromkeys(each for table in (*shallow, *after) for each in table.values()))
+    together = list(dict.fromkeys(each for of_kind in tables for table in of_kind.values() for each in table.values()))
     seconds = dict(zip(together, timer.rounds(together), strict=True))
-    for kind, one, other in zip(kinds, shallow, after, strict=True):
-        kind.round_seconds, kind.deep_seconds = (
-            {width: seconds[each] for width, each in table.items()} for table in (one, other)
-        )
-        kind.draft_seconds = drafts
+    for kind, of_kind in zip(kinds, tables, strict=True):
+        kind.deeper = {depth: {w: seconds[each] for w, each in table.items()} for depth, table in of_kind.items()}
+        kind.round_seconds, kind.draft_seconds = kind.deeper.pop(SHALLOW), drafts
 
 
-def _measure_waiting(costs: PairCosts, places: int, timer: Timer, plain_after: float | None) -> None:
+def _measure_waiting(costs: PairCosts, places: int, timer: Timer, plain_after: dict[int, float]) -> None:
     """Where width costs much, and in steps: many numbers of drafts, or as many as there is time for."""
     kind = costs.trees or costs.chains
     affordable = max(_FEWEST, int(_SECONDS_TO_SPEND / kind.round_seconds[places]))
@@ -216,8 +226,8 @@ def _measure_waiting(costs: PairCosts, places: int, timer: Timer, plain_after: f
     kind.round_seconds = {0: kind.round_seconds[0], **seconds(widths, SHALLOW)}
     if kind.round_seconds.get(wide, math.inf) < STEEP * kind.round_seconds[places]:
         kind.round_seconds |= seconds([widest], SHALLOW)
-    if plain_after is not None:
-        kind.deep_seconds = {0: plain_after, **seconds(sorted({1, places // 2, places} & set(widths)), DEEP)}
+    few = sorted({1, places // 2, places} & set(widths))
+    kind.deeper = {depth: {0: plain, **seconds(few, depth)} for depth, plain in plain_after.items()}
 
 
 def _order(places: int) -> list[int]:
@@ -229,9 +239,13 @@ def _order(places: int) -> list[int]:
 
 
 def _to_json(costs: RoundCosts) -> dict[str, Any]:
-    return {**dict(zip(_TABLES, costs.tables, strict=True)), "steep": costs.steep, "places": costs.places}
+    return {name: getattr(costs, name) for name in ("round_seconds", "draft_seconds", "deeper", "steep", "places")}
 
 
 def _from_json(stored: dict[str, Any]) -> RoundCosts:
-    tables = ({int(width): float(seconds) for width, seconds in stored[name].items()} for name in _TABLES)
-    return RoundCosts({}, {}, steep=bool(stored["steep"]), places=int(stored["places"])).with_tables(*tables)
+    def table(found: dict[str, Any]) -> dict[int, float]:
+        return {int(width): float(seconds) for width, seconds in found.items()}
+
+    deeper = {int(depth): table(found) for depth, found in stored["deeper"].items()}
+    tables = table(stored["round_seconds"]), table(stored["draft_seconds"])
+    return RoundCosts(*tables, steep=bool(stored["steep"]), places=int(stored["places"]), deeper=deeper)

@@ -12,15 +12,15 @@ Where both are open, with trees, trees_or_chains.py decides. Where drafting does
 again later.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import zip_longest
 
 from dflash_mlx.decoding.policies import Choice, Forecast, Observation
 from dflash_mlx.policy.pauses import Patience, Pauses
 
-# Tokens of context after which rounds are measured.
-SHALLOW, DEEP = 64, 2048
+# Tokens of context after which rounds are measured; after the further ones at few widths.
+SHALLOW, DEPTHS = 64, (512, 2048)
 # How much one more round lets the past fade: a memory of about 25 rounds.
 FADE = 0.96
 # Weight, in observations, of the assumption that a position is kept as often as the one before it.
@@ -79,17 +79,17 @@ class Drift:
 class RoundCosts:
     """Seconds a round takes by width, and its draft's share by places; measured at some and interpolated between.
 
-    round_seconds: after `SHALLOW` tokens of context; deep_seconds: after `DEEP`, at few widths, where it was measured.
-    steep: width costs much (more than `STEEP`). places: rounds were measured as trees of drafts at this many places,
-    and are to be trees; 0: as chains. depth: tokens of context now. `observe` keeps the totals up to date while rounds
-    are timed.
+    round_seconds: after `SHALLOW` tokens of context; deeper: after more, by their number, at few widths, where it was
+    measured. steep: width costs much (more than `STEEP`). places: rounds were measured as trees of drafts at this many
+    places, and are to be trees; 0: as chains. depth: tokens of context now. `observe` keeps the totals up to date while
+    rounds are timed.
     """
 
     round_seconds: dict[int, float]
     draft_seconds: dict[int, float]
     steep: bool
     places: int = 0
-    deep_seconds: dict[int, float] = field(default_factory=dict)
+    deeper: dict[int, dict[int, float]] = field(default_factory=dict)
     depth: int = SHALLOW
     drift: Drift = field(default_factory=Drift)
 
@@ -106,17 +106,6 @@ class RoundCosts:
         self.drift.factor *= min(max(ratio, 0.5), 2.0) ** 0.05
 
     @property
-    def tables(self) -> tuple[dict[int, float], ...]:
-        """What was measured."""
-        return self.round_seconds, self.deep_seconds, self.draft_seconds
-
-    def with_tables(
-        self, round_seconds: dict[int, float], deep_seconds: dict[int, float], draft_seconds: dict[int, float]
-    ) -> "RoundCosts":
-        """The same with other figures, in the order of `tables`."""
-        return replace(self, round_seconds=round_seconds, deep_seconds=deep_seconds, draft_seconds=draft_seconds)
-
-    @property
     def too_high(self) -> bool:
         """Whether rounds take clearly less than was measured: other programs were running then."""
         return self.drift.factor < _TOO_HIGH
@@ -129,11 +118,20 @@ class RoundCosts:
         return _interpolate(self.draft_seconds, width) if width else 0.0
 
     def _deeper(self, width: int) -> float:
-        """What a round takes longer than after a short context; it is taken to grow evenly."""
-        if not self.deep_seconds or self.depth <= SHALLOW:
+        """What a round takes longer than after a short context."""
+        if not self.deeper or self.depth <= SHALLOW:
             return 0.0
-        more = {at: deep - _interpolate(self.round_seconds, at) for at, deep in self.deep_seconds.items()}
-        return max(0.0, _interpolate(more, width)) * (self.depth - SHALLOW) / (DEEP - SHALLOW)
+        before, less = SHALLOW, 0.0
+        for after, table in sorted(self.deeper.items()):
+            more = max(less, _interpolate(table, width) - self._shallow(table, width))
+            if self.depth <= after:
+                return less + (more - less) * (self.depth - before) / (after - before)
+            before, less = after, more
+        return less * (self.depth - SHALLOW) / (before - SHALLOW)
+
+    def _shallow(self, table: dict[int, float], width: int) -> float:
+        """What a round takes after a short context, as interpolated between the few widths of a deeper table."""
+        return _interpolate({at: _interpolate(self.round_seconds, at) for at in table}, width)
 
 
 def _interpolate(table: dict[int, float], width: int) -> float:

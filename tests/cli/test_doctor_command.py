@@ -136,7 +136,10 @@ def test_what_does_not_go_together(given, said, run):
 
 
 STEEP = RoundCosts(
-    {0: 0.05, 1: 0.06, 7: 0.08}, {1: 0.01, 7: 0.01}, steep=True, deep_seconds={0: 0.06, 1: 0.075, 7: 0.12}
+    {0: 0.05, 1: 0.06, 7: 0.08},
+    {1: 0.01, 7: 0.01},
+    steep=True,
+    deeper={512: {0: 0.06, 1: 0.075, 7: 0.12}, 2048: {0: 0.07, 1: 0.09, 7: 0.2}},
 )
 FLAT = RoundCosts({0: 0.005, 1: 0.008, 7: 0.009}, {1: 0.001, 7: 0.001}, steep=False)
 
@@ -148,14 +151,16 @@ def test_rounds_of_a_pair(model, run, fake, monkeypatch):
     code, out, _ = run("doctor", *model)
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "no drafts 50.0 ms - 60.0 ms" in lines
-    assert "chain of 7 80.0 ms 1.60 tokens 120.0 ms" in lines
+    assert "no drafts 50.0 ms - 60.0 ms 70.0 ms" in lines
+    assert "chain of 7 80.0 ms 1.60 tokens 120.0 ms 200.0 ms" in lines
     assert "two least times differ by 3% (median)." in " ".join(lines)
     # 1.8 tokens of a chain of one, in 1.2 times the time; seven places gain 4.16 tokens in 1.6 times the time.
     assert "80% chain of 7 4.16 2.60" in lines
     drafting = json.loads(run("doctor", *model, "--json")[1])["drafting"]
     assert drafting["waits_for_drafts"] is True
     assert drafting["rounds"][2]["pays_from"] == 1.6
+    assert drafting["context"] == [64, 512, 2048]
+    assert drafting["rounds"][2]["milliseconds_after"] == [120.0, 200.0]
     assert drafting["choices"][3]["speedup"] == pytest.approx(2.6, abs=0.01)
 
 
@@ -164,7 +169,7 @@ def test_rounds_of_chains_and_of_trees(run, fake, monkeypatch):
     trees = RoundCosts({0: 0.005, 7: 0.0092, 15: 0.0095}, FLAT.draft_seconds, steep=False, places=7)
     monkeypatch.setattr(fake, "round_costs", lambda report: PairCosts(FLAT, trees), raising=False)
     lines = [" ".join(line.split()) for line in run("doctor", "--pair", "demo")[1].splitlines()]
-    assert "chain of 7 9.0 ms 1.80 tokens -" in lines
-    assert "tree of 15 9.5 ms 1.90 tokens -" in lines
+    assert "chain of 7 9.0 ms 1.80 tokens - -" in lines
+    assert "tree of 15 9.5 ms 1.90 tokens - -" in lines
     assert sum(line.startswith("no drafts") for line in lines) == 1
     assert any(line.startswith("60% tree of 15") for line in lines)

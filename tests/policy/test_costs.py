@@ -6,7 +6,7 @@ from tiny import tiny_drafter, tiny_target
 
 from dflash_mlx.policy import costs
 from dflash_mlx.policy.trees_or_chains import PairCosts
-from dflash_mlx.policy.width import DEEP, SHALLOW, RoundCosts
+from dflash_mlx.policy.width import DEPTHS, SHALLOW, RoundCosts
 
 
 @pytest.fixture
@@ -133,23 +133,28 @@ def test_after_a_long_context_a_few_rounds_are_timed_where_width_costs_little(ma
     def seconds(width, *, branches, waits, depth):
         return 3.0 + 0.001 * depth if not width else 4.0 + branches + 0.002 * depth * (1 + branches + (width > 7))
 
-    found = machine(seconds).after(DEEP)
-    for kind, widths in ((found.chains, (0, 1, 7)), (found.trees, (0, 1, 7, 15, 31))):
-        assert kind.deep_seconds.keys() == {0, 7, *((15,) if kind.places else ())}
-        for width in widths:
-            expected = seconds(width, branches=kind.places > 0, waits=False, depth=DEEP)
-            assert kind.round(width) == pytest.approx(expected)
-    assert machine(seconds, max_position_embeddings=1500).chains.deep_seconds == {}
+    measured = machine(seconds)
+    for depth in DEPTHS:
+        found = measured.after(depth)
+        for kind, widths in ((found.chains, (0, 1, 7)), (found.trees, (0, 1, 7, 15, 31))):
+            assert kind.deeper[depth].keys() == {0, 7, *((15,) if kind.places else ())}
+            for width in widths:
+                expected = seconds(width, branches=kind.places > 0, waits=False, depth=depth)
+                assert kind.round(width) == pytest.approx(expected)
+    assert machine(seconds, max_position_embeddings=1500).chains.deeper.keys() == {512}
+    assert machine(seconds, max_position_embeddings=600).chains.deeper == {}
 
 
 @pytest.mark.parametrize("trees", [True, False])
-def test_rounds_are_timed_after_two_lengths_of_context(trees, machine):
+def test_rounds_are_timed_after_several_lengths_of_context(trees, machine):
+    """From the last of them on, what rounds take more is taken to grow evenly."""
+
     def seconds(width, *, branches, waits, depth):
         return 10.0 + width + 0.001 * depth * (1 + width)
 
-    for context, known in ((8192, True), (1500, False)):
+    for context, known in ((8192, True), (600, False)):
         found = machine(seconds, trees=trees, max_position_embeddings=context)
-        for depth in (SHALLOW, 544, DEEP, 2 * DEEP):
+        for depth in (SHALLOW, 300, *DEPTHS, 2 * DEPTHS[-1]):
             costs = found.after(depth)
             kind = costs.trees if trees else costs.chains
             for width in WIDTHS:
@@ -158,9 +163,21 @@ def test_rounds_are_timed_after_two_lengths_of_context(trees, machine):
         assert found.chains.depth == SHALLOW
         if trees and known:
             # Of trees that were timed after a short context only, at least as much as of smaller ones.
-            assert found.after(DEEP).trees.round(15) == pytest.approx(
-                seconds(15, branches=True, waits=True, depth=SHALLOW) + 0.008 * (DEEP - SHALLOW)
+            assert found.after(DEPTHS[-1]).trees.round(15) == pytest.approx(
+                seconds(15, branches=True, waits=True, depth=SHALLOW) + 0.008 * (DEPTHS[-1] - SHALLOW)
             )
+
+
+def test_between_lengths_of_context_costs_lie_between(machine):
+    """Where a cache no longer fits, what each further token costs is more; after a longer context it is never less."""
+    deeper = {512: {0: 12.0, 7: 22.0}, 2048: {0: 10.0, 7: 40.0}}
+    costs = PairCosts(RoundCosts({0: 10.0, 7: 20.0}, DRAFT, steep=False, deeper=deeper))
+
+    def at(depth, width):
+        return costs.after(depth).chains.round(width)
+
+    assert [at(depth, 0) for depth in (0, SHALLOW, 288, 512, 1280, 2048)] == pytest.approx([10, 10, 11, 12, 12, 12])
+    assert [at(depth, 7) for depth in (SHALLOW, 288, 512, 1280, 2048, 4032)] == pytest.approx([20, 21, 22, 31, 40, 60])
 
 
 def test_widths_that_take_too_long_are_left_out(machine, monkeypatch):
