@@ -60,10 +60,12 @@ def machine(monkeypatch):
     return measure
 
 
+@pytest.mark.parametrize("steep", [True, False])
 @pytest.mark.parametrize("trees", [True, False])
-def test_every_kind_of_round_is_timed(trees, monkeypatch):
-    target = tiny_target("llama")
+def test_every_kind_of_round_is_timed(trees, steep, monkeypatch):
+    target = tiny_target("llama", max_position_embeddings=1500)
     monkeypatch.setattr(target, "_trees", trees)
+    monkeypatch.setattr(costs, "STEEP", 0.0 if steep else 1000.0)
     monkeypatch.setattr(costs, "MOST_GAIN", 100.0)
     # However busy the machine is.
     monkeypatch.setattr(costs, "_SECONDS_TO_SPEND", 300.0)
@@ -74,9 +76,14 @@ def test_every_kind_of_round_is_timed(trees, monkeypatch):
         assert measured.trees.places == 7
         assert {0, 1, 7, 15} <= measured.trees.round_seconds.keys()
         tables.append(measured.trees.round_seconds)
-    if not (trees and measured.chains.steep):
+    assert measured.chains.steep == steep
+    if not (trees and steep):
         assert measured.chains.round_seconds.keys() >= WIDTHS
         tables.append(measured.chains.round_seconds)
+    kind = measured.trees if trees else measured.chains
+    assert kind.deeper.keys() == {512}
+    assert {0, 7} <= kind.deeper[512].keys()
+    tables.append(kind.deeper[512])
     assert all(0 < seconds < 5 for table in tables for seconds in table.values())
 
 
