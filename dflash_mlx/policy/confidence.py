@@ -10,7 +10,7 @@ from dflash_mlx.policy.width import FADE, RoundCosts
 from dflash_mlx.tree_steps import SUREST
 
 # Drafts for which the drafter's confidence is taken at its word at first.
-_PRIOR_DRAFTS = 20.0
+_PRIOR_DRAFTS = 6.0
 # How sure a place that was not drafted is taken to be, times the one before it.
 _LESS_SURE = 0.9
 # How much the worth of drafting a number of places fades in a round: a memory of about 5.

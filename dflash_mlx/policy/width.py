@@ -123,15 +123,12 @@ class RoundCosts:
             return 0.0
         before, less = SHALLOW, 0.0
         for after, table in sorted(self.deeper.items()):
-            more = max(less, _interpolate(table, width) - self._shallow(table, width))
+            longer = {at: seconds - _interpolate(self.round_seconds, at) for at, seconds in table.items()}
+            more = max(less, _interpolate(longer, width))
             if self.depth <= after:
                 return less + (more - less) * (self.depth - before) / (after - before)
             before, less = after, more
         return less * (self.depth - SHALLOW) / (before - SHALLOW)
-
-    def _shallow(self, table: dict[int, float], width: int) -> float:
-        """What a round takes after a short context, as interpolated between the few widths of a deeper table."""
-        return _interpolate({at: _interpolate(self.round_seconds, at) for at in table}, width)
 
 
 def _interpolate(table: dict[int, float], width: int) -> float:
