@@ -12,7 +12,8 @@ from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache
 
-from dflash_mlx.caches.rows import RowKVCache, Rows
+from dflash_mlx.caches.row_layers import RowKVCache
+from dflash_mlx.caches.rows import Rows
 from dflash_mlx.decoding.accept import Greedy, Outcome, Reading
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.session import Session

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from dflash_mlx.caches.rollback import Rollback
-from dflash_mlx.caches.rows import RowKVCache
+from dflash_mlx.caches.row_layers import RowKVCache
 from dflash_mlx.ranks.mirror import Mirrored, mirrored
 
 SLICED = (KVCache, QuantizedKVCache)

@@ -4,21 +4,19 @@ How many drafts a round keeps is decided on the device, and differs from row to 
 would have to wait for those numbers, and every row would have to keep equally many. Here the lengths are an array
 (B,): each row is written at its own positions, the rows after its length are masked, and nothing is ever trimmed,
 rolled or padded. What was rejected is simply written over by the next round. The models' own code stays as it is,
-since it takes `cache.offset` and `cache.make_mask` as they come.
+since it takes `cache.offset` and `cache.make_mask` as they come (row_layers.py).
 
 A tree of drafts leaves the kept rows between rejected ones. There they stay, out of order, and `RowLengths.placed` says
 where each position is, until something needs them in order (`Rows.tidy`).
-
-- Full attention and sliding windows: `RowKVCache`. A window is a mask over the same buffers.
-- Recurrent layers: `RowStates`. A state cannot be masked; `targets.target_caches` replays it.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
+from dflash_mlx.caches.row_layers import RowKVCache, RowLengths, RowStates
 from dflash_mlx.caches.trimming import fill_window, held, leaves, newest
 from dflash_mlx.runtime import backend
 from dflash_mlx.tree_steps import NOWHERE
@@ -30,125 +28,6 @@ _SEEN_STEP = 32
 _SPARE = 32
 # Bytes of a layer's keys from which rows are put together layer by layer.
 _LARGE = 2**24
-
-
-class TreePass(NamedTuple):
-    """A pass over the rows of a tree: their positions (R,), the mask (R, seen), the position that each place in the
-    buffers has then (seen,), and the places (R,) at which the rows are written; None: those after the length."""
-
-    row_positions: mx.array
-    mask: mx.array
-    positions: mx.array
-    places: mx.array | None = None
-
-
-class RowLengths:
-    """How many positions of each of B rows count, `value` (B,) int32 on the device, and the room that rows have.
-
-    tree: while the rows of a tree are fed; B is 1. placed: (capacity,) int32, which position each place of the only
-    row's buffers holds, where they are out of order; positions that do not count are none.
-    """
-
-    def __init__(self, value: mx.array, capacity: int) -> None:
-        self.capacity, self.value = capacity, value
-        # How many positions of the buffers are looked at; no row has more.
-        self.seen = capacity
-        self.tree: TreePass | None = None
-        self.placed: mx.array | None = None
-        # Where the newest tree's rows are, (R,), how many places may have been used since they were in order, and how
-        # many single tokens have come since the newest tree.
-        self.places: mx.array | None = None
-        self.used = self.alone = 0
-        self._index: tuple[mx.array, int, mx.array] | None = None
-
-    @property
-    def rows(self) -> int:
-        return int(self.value.shape[0])
-
-    @property
-    def positions(self) -> mx.array:
-        """What rotary embeddings take: the position of each row's first token (B,), or of each of a tree's (R,)."""
-        return self.value if self.tree is None else self.tree.row_positions
-
-    def index(self, count: int) -> mx.array:
-        """Where the next `count` tokens of each row are written, (B, 1, count, 1)."""
-        if self._index is None or self._index[0] is not self.value or self._index[1] != count:
-            self._index = self.value, count, (self.value[:, None] + mx.arange(count))[:, None, :, None]
-        return self._index[2]
-
-    def mask(self, count: int, window: int | None) -> mx.array:
-        """Which positions each of the next `count` tokens may see: boolean, (B, 1, count, seen)."""
-        if self.tree is not None:
-            own, mask, positions = self.tree.row_positions[:, None], self.tree.mask[None, None], self.tree.positions
-        else:
-            positions = mx.arange(self.seen)
-            own = self.value[:, None, None, None] + mx.arange(count)[:, None]
-            mask = positions <= own
-        return mask if window is None else mask & (own < positions + window)
-
-
-class RowKVCache:
-    """One layer's keys and values, (B, heads, capacity, head_dim), of which each row's first positions count.
-
-    Every layer of a model shares one `lengths`, which does not move by itself when tokens are written. `window`: how
-    many positions a token sees, itself included, where the layer slides.
-    """
-
-    def __init__(self, keys: mx.array, values: mx.array, lengths: RowLengths, window: int | None = None) -> None:
-        self.keys, self.values, self.lengths, self.window = keys, values, lengths, window
-
-    @property
-    def offset(self) -> mx.array:
-        return self.lengths.positions
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the next L tokens of each row, (B, heads, L, head_dim); returns the positions that are seen.
-
-        There must be room (`Rows.reserve`): the device does not check, and writes beyond its memory.
-        """
-        self.write(keys, values)
-        return self.keys_and_values()
-
-    def write(self, keys: mx.array, values: mx.array) -> None:
-        """Write tokens after each row's length, or at a tree's places, (B, heads, L, head_dim)."""
-        self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
-
-    @property
-    def state(self) -> tuple[mx.array, mx.array]:
-        """What is computed when the cache is."""
-        return self.keys, self.values
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """As the last `update_and_fetch` returned them: for layers that share another's."""
-        seen = self.lengths.seen
-        if seen == self.lengths.capacity:
-            return self.keys, self.values
-        return self.keys[:, :, :seen], self.values[:, :, :seen]
-
-    def _written(self, array: mx.array, tokens: mx.array) -> mx.array:
-        tree = self.lengths.tree
-        if tree is not None and tree.places is not None:
-            return _put(array, tree.places[None, None, :, None], tokens)
-        # On CUDA a place that only the device knows takes MLX a launch of its own, for each array.
-        if array.shape[0] == 1 and backend().kind != "cuda":
-            return mx.slice_update(array, tokens, self.lengths.value, axes=(2,))
-        return _put(array, self.lengths.index(tokens.shape[2]), tokens)
-
-    def in_order(self, array: mx.array, length: int) -> mx.array:
-        """The first `length` positions of every row of these keys or values."""
-        if self.lengths.placed is None:
-            return array[:, :, :length]
-        return mx.take(array, mx.argsort(self.lengths.placed)[:length], axis=2)
-
-    def make_mask(self, count: int, *, window_size: int | None = None, return_array: bool = False) -> mx.array:
-        return self.lengths.mask(count, window_size or self.window)
-
-
-class RowStates(ArraysCache):
-    """One recurrent layer's states of B rows; `lengths` (B,), while set, says how many of the tokens fed count."""
-
-    cache: Any  # list[mx.array]
-    lengths: Any  # mx.array | None
 
 
 class Rows:
@@ -403,10 +282,6 @@ def _give(leaf: RowKVCache, row: int, length: int, origin: Any, start: int) -> N
         arrays = tuple(mx.contiguous(array[row : row + 1, :, : room_for(length)]) for array in arrays)
     origin.keys, origin.values = arrays
     origin.offset = length
-
-
-def _put(array: mx.array, index: mx.array, tokens: mx.array) -> mx.array:
-    return mx.put_along_axis(array, index, tokens.astype(array.dtype), axis=2)
 
 
 def _computed(array: mx.array) -> mx.array:

@@ -15,7 +15,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.caches.rows import RowLengths, Rows, TreePass
+from dflash_mlx.caches.row_layers import RowLengths, TreePass
+from dflash_mlx.caches.rows import Rows
 from dflash_mlx.hooks import subclassed
 from dflash_mlx.tree_steps import PLAIN, TreeSteps
 

@@ -15,7 +15,8 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
-from dflash_mlx.caches.rows import RowKVCache, Rows
+from dflash_mlx.caches.row_layers import RowKVCache
+from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.attention_mask import BlockMask, block_mask
 from dflash_mlx.drafters.config import DraftConfig
 from dflash_mlx.drafters.contract import Chooser, DraftVocabulary, Proposal

@@ -11,7 +11,8 @@ from tiny_families import WINDOW, family_target, unavailable
 
 from dflash_mlx import runtime
 from dflash_mlx.caches import rows as caches_in_rows
-from dflash_mlx.caches.rows import RowKVCache, RowLengths, Rows, fits, room_for
+from dflash_mlx.caches.row_layers import RowKVCache, RowLengths
+from dflash_mlx.caches.rows import Rows, fits, room_for
 
 FAMILIES = ["llama", "qwen3", "llama, sliding", "gemma4, shared keys", "glm_moe_dsa", "qwen3_next"]
 BLOCK, MORE = [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]

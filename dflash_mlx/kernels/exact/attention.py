@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache
 
-from dflash_mlx.caches.rows import RowKVCache, RowLengths
+from dflash_mlx.caches.row_layers import RowKVCache, RowLengths
 from dflash_mlx.caches.trimming import newest
 from dflash_mlx.kernels.attention import Mask, as_array
 from dflash_mlx.kernels.exact.blocks import MOVED, SIZES, Agreement, compare_sizes, in_blocks, largest_difference

@@ -11,7 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dflash_mlx.caches.rows import RowKVCache, Rows, fits
+from dflash_mlx.caches.row_layers import RowKVCache
+from dflash_mlx.caches.rows import Rows, fits
 from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.caches.tree_recurrence import convolutions, recurrences
 from dflash_mlx.caches.tree_rows import branched
