@@ -376,3 +376,16 @@ def test_as_many_places_are_drafted_as_would_have_been_worth_their_time():
         assert expected <= next_drafted(policy).places <= expected + 2
     assert 6 <= ConfidentWidth(copy(costs), 15, confidence).next_round(may_branch=False).places <= 8
     assert ConfidentWidth(copy(costs), 15).next_round(may_branch=False).places == 15 // 2
+
+
+def test_a_drafter_that_is_sure_and_wrong_is_mistrusted_after_a_few_rounds():
+    """Until then its trees are as large as those of one that is right, and all of their time is lost."""
+    costs = RoundCosts({0: 1.0, 1: 1.4, 7: 1.7, 15: 2.0, 31: 2.6}, {1: 0.2, 15: 0.3}, steep=True, places=15)
+    policy, candidates, sizes = ConfidentWidth(costs, 15), np.tile([0.9, 0.06, 0.03], (15, 1)), []
+    for _ in range(4):
+        choice = policy.next_round(may_branch=True)
+        tree, forecast = drafts_of(policy, choice, candidates)
+        sizes.append(tree.size)
+        policy.observe(observed(choice, tree, forecast, [0], None))
+    assert sizes[0] > 15
+    assert sizes[3] < 8
