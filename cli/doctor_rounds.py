@@ -67,8 +67,9 @@ def print_rounds(found: dict[str, Any]) -> None:
     columns = [f"after {depth:,} tokens" for depth in depths]
     print(f"{'':<13}{'round':>10}  {'pays from':>13}  {'  '.join(columns)}")
     for line in found["rounds"]:
-        times = [f"{milliseconds:.1f} ms" for milliseconds in line["milliseconds_after"]] or ["-"] * len(depths)
-        later = "  ".join(f"{taken:>{len(column)}}" for taken, column in zip(times, columns, strict=False))
+        times = [f"{milliseconds:.1f} ms" for milliseconds in line["milliseconds_after"]]
+        times += ["-"] * (len(depths) - len(times))
+        later = "  ".join(f"{taken:>{len(column)}}" for taken, column in zip(times, columns, strict=True))
         pays = f"{line['pays_from']:.2f} tokens" if line["drafts"] else "-"
         print(f"{_drafts(line):<13}{line['milliseconds']:>7.1f} ms  {pays:>13}  {later}")
     text = f"Each was timed several times; the two least times differ by {found['spread']:.0%} (median)."
