@@ -20,7 +20,8 @@ const int part = threadIdx.x % LANES, group = threadIdx.x / LANES;
 const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
 // A few rows wait for memory more than for anything else. So a thread asks for its numbers of several keys at once, and
-// uses the first when it has asked for the last. Where a key is not wanted, the first one is read in its place.
+// uses the first when it has asked for the last. Where a key is not wanted, the first one is read in its place. Which way
+// to load is decided outside of the loops: at each key, that takes a thread half again as many registers.
 auto load_eight = [](const T* from, int64_t) { return *reinterpret_cast<const Eight*>(from); };
 auto load_each = [](const T* from, int64_t step) {
   Eight eight;
