@@ -20,11 +20,12 @@ def examine_rounds(choice: options.ModelChoice) -> dict[str, Any]:
     with LoadProgress() as progress:
         costs = pair.round_costs(progress.report)
     kinds = [costs.trees] if costs.trees is not None and costs.trees.steep else [costs.chains, costs.trees]
+    depths = sorted({*DEPTHS, *(depth for kind in kinds if kind is not None for depth in kind.deeper)})
     rounds: list[dict[str, Any]] = []
     for kind in kinds:
         if kind is None:
             continue
-        deeper = [replace(kind, depth=depth) for depth in DEPTHS if depth in kind.deeper]
+        deeper = [replace(kind, depth=depth) for depth in depths if depth in kind.deeper]
         for width in sorted(kind.round_seconds):
             if width == 0 and rounds:
                 continue
@@ -53,7 +54,7 @@ def examine_rounds(choice: options.ModelChoice) -> dict[str, Any]:
         "pair": pair.name,
         "method": pair.method,
         "waits_for_drafts": costs.chains.steep,
-        "context": [SHALLOW, *DEPTHS],
+        "context": [SHALLOW, *depths],
         "spread": round(costs.spread, 3),
         "rounds": rounds,
         "choices": choices,

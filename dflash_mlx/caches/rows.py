@@ -22,7 +22,9 @@ from dflash_mlx.runtime import backend
 from dflash_mlx.tree_steps import NOWHERE
 
 _STEP = 256
-# And how many of them are looked at grows in smaller steps.
+# And on CUDA there is room for so many more.
+_AHEAD = 256
+# How many of them are looked at grows in smaller steps.
 _SEEN_STEP = 32
 # Positions that a window keeps beyond those it needs, so that a conversation can go back a little.
 _SPARE = 32
@@ -149,8 +151,9 @@ class Rows:
         """Take the rows of another, each into the place of one that holds nothing."""
         self.tidy()
         other.tidy()
-        self.reserve(other.lengths.capacity)
         held = other.lengths.capacity
+        if held > self.lengths.capacity:
+            self._grow(held)
         arrays, theirs = self.take_arrays(), other.take_arrays()
         for row, place in enumerate(places):
             for own, arriving in zip(arrays, theirs, strict=True):
@@ -294,9 +297,11 @@ def _computed(array: mx.array) -> mx.array:
 def room_for(positions: int) -> int:
     """Room for this many positions, in the steps by which caches grow.
 
-    On CUDA, where MLX compiles anew for each size, larger caches grow in larger steps, up to a quarter of their size.
+    On CUDA, where each new size takes MLX a tenth of a second, there is room for an answer of some length, and larger
+    caches grow in larger steps, up to half of their size.
     """
     step = _STEP
     if backend().kind == "cuda":
-        step = max(step, (1 << positions.bit_length()) // 8)
+        positions += _AHEAD
+        step = max(step, (1 << positions.bit_length()) // 4)
     return -(-max(positions, 1) // step) * step

@@ -19,9 +19,12 @@ from dflash_mlx.policy.stored import fingerprint, read_json, store
 from dflash_mlx.policy.timing import Rounds, Timer
 from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.policy.width import DEPTHS, SHALLOW, STEEP, FixedWidth, RoundCosts
+from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 20
+_SCHEMA = 21
+# On CUDA rounds are timed after so many tokens, too: a fast GPU has memory for them, and attention shows only there.
+_FURTHER = (3840, 16128)
 # A round this much slower than a wider one, or than in another turn, was disturbed.
 _DISTURBED = 1.25
 # Everything is measured in turns, until so many have found the same; in so many at the most, and then in half of them
@@ -164,7 +167,8 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     """
     places, timer = block_size - 1, Timer(target, drafter)
     tree = [FixedWidth(places, places=places)] if can_branch(target, drafter) else []
-    depths = [depth for depth in DEPTHS if _may_reach(target, depth)]
+    further = _FURTHER if backend().kind == "cuda" else ()
+    depths = [depth for depth in (*DEPTHS, *further) if _may_reach(target, depth)]
     after = [Rounds(FixedWidth(0), depth) for depth in depths]
     plain, narrow, wide, *others = timer.rounds([*map(Rounds, [*map(FixedWidth, (0, 1, places)), *tree]), *after])
     branched, plain_after = others[: len(tree)], dict(zip(depths, others[len(tree) :], strict=True))

@@ -59,6 +59,14 @@ static float __shfl_xor_sync(unsigned, float value, int distance) {
   return values[self ^ distance];
 }
 
+static bool __any_sync(unsigned, bool value) {
+  const int self = threadIdx.x;
+  auto& values = exchanged[threads[self].turns % 2];
+  values[self] = value;
+  end_turn();
+  return std::any_of(&values[self / 32 * 32], &values[self / 32 * 32] + 32, [](float other) { return other != 0; });
+}
+
 // What kernels/matrix_units.cu has the matrix units do: a lane holds rows lane / 4 and 8 more of `left`, column
 // lane / 4 of `right`, and of both the places 2 * (lane % 4), the next one, and these two 8 further on.
 struct Fragments { uint32_t left[4], right[2]; };

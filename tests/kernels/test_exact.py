@@ -22,7 +22,7 @@ from dflash_mlx.kernels.exact.blocks import SIZES, compare_sizes, in_blocks
 from dflash_mlx.kernels.exact.layers import KernelLinear, cancelling, compare_products
 from dflash_mlx.kernels.exact.model import differences, find_uses, make_exact
 from dflash_mlx.kernels.exact.recurrence import exact_convolution
-from dflash_mlx.kernels.rows_attention import layers, one_launch, passes
+from dflash_mlx.kernels.rows_attention import layers, on_matrix_units, one_launch, passes
 from dflash_mlx.runtime import backend
 
 
@@ -140,9 +140,9 @@ def test_what_cannot_be_exact_is_named(family, name):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(("family", "kernels"), [("qwen3", 2), ("llama, sliding", 1)])
+@pytest.mark.parametrize(("family", "kernels"), [("qwen3", 3), ("llama, sliding", 1)])
 def test_cuda_kernels_for_few_rows_compute_each_row_alike(family, kernels, monkeypatch, tmp_path):
-    """They run on the CPU here. That for attention was not made for the heads of the second family."""
+    """They run on the CPU here. Those for attention were not made for the heads of the second family."""
     made = []
 
     def make(**options):
@@ -150,16 +150,16 @@ def test_cuda_kernels_for_few_rows_compute_each_row_alike(family, kernels, monke
         return CudaKernel(tmp_path, **options)
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", make)
-    for module in (model, layers, passes):
+    for module in (model, layers):
         monkeypatch.setattr(module, "backend", lambda: replace(backend(), kind="cuda"))
-    for module in (one_launch, few_rows_linear):
+    for module in (on_matrix_units, one_launch, few_rows_linear):
         module._kernel.cache_clear()
     try:
         target = tiny_target(family) if family in FAMILIES else family_target(family)
         target.model.set_dtype(mx.bfloat16)
         make_exact(target)
     finally:
-        for module in (one_launch, few_rows_linear):
+        for module in (on_matrix_units, one_launch, few_rows_linear):
             module._kernel.cache_clear()
     assert len(made) == kernels
     assert isinstance(target.model.layers[0].self_attn.q_proj, KernelLinear)
@@ -176,9 +176,9 @@ def test_the_metal_kernel_for_attention_computes_each_row_alike(monkeypatch, tmp
         return lambda **call: launched.append(call["inputs"][0].shape) or kernel(**call)
 
     monkeypatch.setattr(mx.fast, "metal_kernel", make)
-    for module in (model, layers, passes):
+    for module in (model, layers):
         monkeypatch.setattr(module, "backend", lambda: replace(backend(), kind="metal"))
-    passes._metal_kernels.cache_clear()
+    passes._kernels.cache_clear()
     try:
         target = tiny_target("qwen3", head_dim=64)
         target.model.set_dtype(mx.bfloat16)
@@ -186,7 +186,7 @@ def test_the_metal_kernel_for_attention_computes_each_row_alike(monkeypatch, tmp
         launched.clear()
         assert set(differences(target).values()) == {0.0}
     finally:
-        passes._metal_kernels.cache_clear()
+        passes._kernels.cache_clear()
     assert {shape[2] for shape in launched if len(shape) == 4} == {1, 2, 5}
 
 

@@ -82,9 +82,9 @@ def test_what_lies_between_two_lengths_follows_both():
     spans = {name: sorted({span for _, span in places}) for name, places in found.items()}
     assert spans == {"in calls of a few rows": [1, 2], "in two passes": [3, 4, 5]}
     rows = {rows for places in found.values() for rows, _ in places}
-    assert rows == set(range(1, 33))
+    assert rows == set(range(1, 65))
     assert chosen(HEADS, verdicts(in_two_passes=[LOST, WON, LOST, LOST, WON])) == {
-        "in two passes": [(rows, 5) for rows in range(1, 33)]
+        "in two passes": [(rows, 5) for rows in range(1, 65)]
     }
 
 
@@ -113,20 +113,19 @@ def test_each_number_of_answers_has_its_own_races(monkeypatch):
     assert noted == [1, 15, 64, 80]
 
 
-@pytest.mark.parametrize("kind", ["metal", "cuda"])
-def test_rivals_of_a_machine(kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("metal", ["in calls of a few rows", "in two passes"]), ("cuda", ["on matrix units", "in one launch"])],
+)
+def test_ways_of_a_machine(kind, expected, monkeypatch):
     machine = replace(runtime.backend(), kind=kind)
-    for module in (layers, passes):
-        monkeypatch.setattr(module, "backend", lambda: machine)
-    other = "in one launch" if kind == "cuda" else "in calls of a few rows"
-    assert list(layers.ways()) == [other, "in two passes"]
-    raced = list(layers.rivals())
-    assert raced == ([other] if kind == "cuda" else [other, "in two passes"])
-    # On CUDA with several answers at once, too, but over the longest caches.
-    expected = len(raced) * len(LENGTHS) + (2 * (len(LENGTHS) - 1) if kind == "cuda" else 0)
-    assert len(layers.races(HEADS._replace(dtype=mx.float16))) == expected
+    monkeypatch.setattr(layers, "backend", lambda: machine)
+    assert list(layers.ways()) == expected
+    # On CUDA with several answers at once, too, but not over the longest caches.
+    each = 3 * len(LENGTHS) - 2 if kind == "cuda" else len(LENGTHS)
+    assert len(layers.races(HEADS._replace(dtype=mx.float16))) == 2 * each
     # float32 goes through the matrix units of Apple's GPUs only.
-    assert len(layers.races(HEADS)) == expected
+    assert len(layers.races(HEADS)) == (each if kind == "cuda" else 2 * each)
 
 
 def test_the_race_itself_runs():
@@ -165,16 +164,15 @@ def test_a_way_is_tried_before_it_is_trusted(attention, fits, expected):
 def winner(monkeypatch, tmp_path_factory):
     """As if the two passes had won all races from the first position on; the emulator, and the launches of a pass."""
     used, launched = Emulator(emulator.shared_folder(tmp_path_factory)), []
-    first, second = (used.metal_kernel(**make("metal")) for make in (passes._first, passes._second))
+    first, second = (used.metal_kernel(**make()) for make in (passes._first, passes._second))
 
     def noted(**call):
         launched.append(call["inputs"][0].shape)
         return first(**call)
 
     machine = replace(runtime.backend(), kind="metal")
-    for module in (layers, passes):
-        monkeypatch.setattr(module, "backend", lambda: machine)
-    monkeypatch.setattr(passes, "_metal_kernels", lambda: (noted, second))
+    monkeypatch.setattr(layers, "backend", lambda: machine)
+    monkeypatch.setattr(passes, "_kernels", lambda: (noted, second))
     monkeypatch.setattr(layers, "LENGTHS", (1,))
     monkeypatch.setattr(
         layers, "race_rival", lambda attention, heads, length, lanes: WON if attention is passes.attention else LOST
@@ -208,7 +206,7 @@ def test_what_was_not_raced_goes_the_ordinary_way(winner):
         (arrays(4, 9), mx.zeros((4, 9))),
         (arrays(4, 9), mx.ones((4, 9), dtype=mx.bool_)),
         (arrays(4, 9, batch=2), whole),
-        (arrays(33, 40), "causal"),
+        (arrays(65, 40), "causal"),
         (arrays(4, 9, heads=2), whole),
         (arrays(4, 9, dtype=mx.float16), whole),
         ([*arrays(4, 9)[:2], mx.ones((1, 2, 9, 32))], whole),
@@ -216,7 +214,7 @@ def test_what_was_not_raced_goes_the_ordinary_way(winner):
     for given, mask in ordinary:
         assert mx.array_equal(attend(*given, cache=None, scale=0.1, mask=mask), mlx(*given, 0.1, mask))
     assert winner == []
-    for given, mask in ((arrays(4, 9), whole), (arrays(32, 40), "causal")):
+    for given, mask in ((arrays(4, 9), whole), (arrays(64, 70), "causal")):
         found = attend(*given, cache=None, scale=0.1, mask=mask)
         assert relative_difference(found, mlx(*given, 0.1, mask)) < 1e-5
     assert len(winner) == 2

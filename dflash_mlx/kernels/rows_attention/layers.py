@@ -11,14 +11,14 @@ import mlx.nn as nn
 from dflash_mlx.hooks import renamed, subclassed
 from dflash_mlx.kernels.attention import NAME, Mask, Way, attention_layers, instead_of_ordinary, set_attention
 from dflash_mlx.kernels.race import DIFFERENCE, Report, Verdict, Verdicts, in_words, one_by_one, race, repeats
-from dflash_mlx.kernels.rows_attention import one_launch, passes
+from dflash_mlx.kernels.rows_attention import on_matrix_units, one_launch, passes
 from dflash_mlx.kernels.sources import source
 from dflash_mlx.rounding import relative_difference
 from dflash_mlx.runtime import backend
 
 # Numbers of rows and of positions that are raced. What lies between two of them follows both; shorter caches are left
 # to MLX, and longer ones follow the longest. One row, too: in rows it has a mask, with which MLX has no kernel on CUDA.
-ROWS, LENGTHS = (1, 2, 4, 8, 16, 32), (256, 1024, 2048, 4096, 16384)
+ROWS, LENGTHS = (1, 2, 4, 8, 16, 32, 64), (256, 1024, 2048, 4096, 16384)
 # Answers at once that are raced on CUDA, where so many decide otherwise; numbers between two of them follow the lower.
 # Their caches take much memory, so the longest are left to MLX when there are several.
 LANES, _LONGEST_OF_SEVERAL = (1, 16, 64), 4096
@@ -74,18 +74,15 @@ def in_calls(queries: mx.array, keys: mx.array, values: mx.array, scale: float, 
 
 def ways() -> dict[str, Rival]:
     """The ways to compute attention that this machine has besides MLX's own, by their names."""
-    two_passes = {"in two passes": Rival(passes.attention, passes.made_for, passes.POSITIONS)}
     if backend().kind == "cuda":
-        return {"in one launch": Rival(one_launch.attention, one_launch.made_for, one_launch.MOST_KEYS), **two_passes}
-    return {"in calls of a few rows": Rival(in_calls, lambda *_: True, 0), **two_passes}
-
-
-def rivals() -> dict[str, Rival]:
-    """Those that are raced against MLX's own.
-
-    On CUDA not the two passes: to compile them takes seconds for each kind of heads, and MLX's was as fast on an H200.
-    """
-    return {name: way for name, way in ways().items() if backend().kind != "cuda" or name != "in two passes"}
+        return {
+            "on matrix units": Rival(on_matrix_units.attention, on_matrix_units.made_for, on_matrix_units.POSITIONS),
+            "in one launch": Rival(one_launch.attention, one_launch.made_for, one_launch.MOST_KEYS),
+        }
+    return {
+        "in calls of a few rows": Rival(in_calls, lambda *_: True, 0),
+        "in two passes": Rival(passes.attention, passes.made_for, passes.POSITIONS),
+    }
 
 
 def heads_used(layers: Sequence[nn.Module], run: Callable[[], object]) -> list[Heads]:
@@ -116,7 +113,7 @@ def use_where_faster(
     words = []
     for heads, lanes in ((heads, lanes) for heads in kinds for lanes in _lanes()):
         for name, places in chosen(heads, verdicts, lanes).items():
-            table |= {(heads, lanes, rows, span): rivals()[name].attention for rows, span in places}
+            table |= {(heads, lanes, rows, span): ways()[name].attention for rows, span in places}
             shape = f"{heads} {name}" + (f", {lanes} answers" if lanes > 1 else "")
             words.append(in_words(shape, (f"{rows}/{LENGTHS[span - 1]}" for rows, span in places)))
     if table:
@@ -167,7 +164,7 @@ def chosen(heads: Heads, verdicts: Mapping[str, Verdict], lanes: int = 1) -> dic
             raced = min(count for count in ROWS if count >= rows)
             seconds = {
                 name: sum(verdicts[_shape(heads, length, name, lanes)].seconds[raced][1] for length in ends)
-                for name in rivals()
+                for name in ways()
                 if all(_won(verdicts.get(_shape(heads, length, name, lanes)), rows) for length in ends)
             }
             if seconds:
@@ -208,7 +205,7 @@ def races(heads: Heads) -> dict[str, Callable[[], Verdict]]:
     like = [mx.zeros((1, count, 1, heads.head_dim), heads.dtype) for count in (heads.heads, heads.groups, heads.groups)]
     return {
         _shape(heads, length, name, lanes): partial(race_rival, rival.attention, heads, length, lanes)
-        for name, rival in rivals().items()
+        for name, rival in ways().items()
         if rival.made_for(*like)
         for lanes in _lanes()
         for length in LENGTHS
@@ -274,7 +271,7 @@ def _cache(heads: Heads, length: int, lanes: int, seed: int) -> tuple[mx.array, 
 
 def known_verdicts() -> Verdicts:
     """What is known of these races here, as long as the sources stay as they are."""
-    cuda = "matrix_units.cu", *(f"rows_attention/{name}.cu" for name in ("first_pass", "second_pass", "one_launch"))
+    cuda = "matrix_units.cu", "rows_attention/on_matrix_units.cu", "rows_attention/one_launch.cu"
     metal = (f"rows_attention/{name}.metal" for name in ("loading", "first_pass", "second_pass"))
     sources = map(source, cuda if backend().kind == "cuda" else metal)
     return Verdicts("rows_attention", "".join([*sources, str(ROWS), str(LENGTHS), str(_lanes())]))

@@ -1,4 +1,4 @@
-"""Launching the two passes of attention of a few rows over a cache, and what they were made for."""
+"""Launching the two passes of attention of a few rows over a cache (Metal), and what they were made for."""
 
 from functools import cache
 from typing import Any
@@ -8,7 +8,6 @@ import mlx.core as mx
 from dflash_mlx.kernels.attention import Mask, as_array
 from dflash_mlx.kernels.rows_attention.masks import KINDS, settings_and_mask
 from dflash_mlx.kernels.sources import source
-from dflash_mlx.runtime import backend
 
 # Rows of each sequence at once: what is computed of them for each part of the cache takes memory.
 MOST_ROWS = 64
@@ -16,23 +15,22 @@ MOST_ROWS = 64
 # a row's numbers are, too.
 POSITIONS = 256
 HEAD_DIMS = (64, 80, 96, 128, 256)
-# Rows of query heads that a simdgroup (warp) computes, and the most of them in a threadgroup. Their sums are held in
+# Rows of query heads that a simdgroup computes, and the most simdgroups of a threadgroup. Their sums are held in
 # registers, of which 256 threads can have as many as there are for a thread, on all chips.
-_METAL_GROUP, _CUDA_GROUP = (8, 8), (16, 8)
-# Bytes of keys, and as many of values, in threadgroup memory (padding aside); keys at once on CUDA.
-_TILE_BYTES, _CUDA_KEYS = 8192, 32
+_ROWS, _MOST_GROUPS = 8, 8
+# Bytes of keys, and as many of values, in threadgroup memory (padding aside).
+_TILE_BYTES = 8192
 
 
 def made_for(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
     """Whether the kernel computes with such heads, for any number of rows and keys."""
-    exact_units = backend().kind != "cuda"  # NVIDIA's would round float32
     return (
         queries.shape[3] in HEAD_DIMS
         and keys.shape == values.shape
         and keys.shape[3] == queries.shape[3]
         and queries.shape[1] % keys.shape[1] == 0
         and queries.dtype == keys.dtype == values.dtype
-        and queries.dtype in (mx.float16, mx.bfloat16, *((mx.float32,) if exact_units else ()))
+        and queries.dtype in (mx.float16, mx.bfloat16, mx.float32)
     )
 
 
@@ -50,18 +48,16 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
         parts = [attention(queries[:, :, turn], keys, values, scale, seen[:, :, turn]) for turn in turns]
         return mx.concatenate(parts, axis=2)
     splits = -(-length // POSITIONS)
-    cuda = backend().kind == "cuda"
-    tiles, threads = _division(rows * heads // groups, *(_CUDA_GROUP if cuda else _METAL_GROUP))
-    first, second = _cuda_kernels() if cuda else _metal_kernels()
+    tiles, threads = _division(rows * heads // groups)
+    first, second = _kernels()
     sums, marks = first(
         inputs=[queries, keys, values, *settings_and_mask(scale, mask)],
         template=[
             ("T", queries.dtype),
             ("D", head_dim),
-            ("KEYS", _CUDA_KEYS if cuda else _keys(head_dim, queries.dtype)),
+            ("KEYS", _keys(head_dim, queries.dtype)),
             ("POSITIONS", POSITIONS),
             *KINDS,
-            *([("BRAIN", queries.dtype == mx.bfloat16)] if cuda else []),
         ],
         grid=(tiles * threads, splits, batch * groups),
         threadgroup=(threads, 1, 1),
@@ -79,10 +75,10 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
     return out.transpose(0, 2, 1, 3)
 
 
-def _division(rows: int, of_each: int, most: int) -> tuple[int, int]:
+def _division(rows: int) -> tuple[int, int]:
     """How many threadgroups share the rows of a head of keys, evenly, and the threads of each."""
-    needed = -(-rows // of_each)
-    tiles = -(-needed // most)
+    needed = -(-rows // _ROWS)
+    tiles = -(-needed // _MOST_GROUPS)
     return tiles, 32 * -(-needed // tiles)
 
 
@@ -92,33 +88,26 @@ def _keys(head_dim: int, dtype: mx.Dtype) -> int:
 
 
 @cache
-def _metal_kernels() -> tuple[Any, Any]:
-    first, second = mx.fast.metal_kernel(**_first("metal")), mx.fast.metal_kernel(**_second("metal"))
-    return first, second
+def _kernels() -> tuple[Any, Any]:
+    return mx.fast.metal_kernel(**_first()), mx.fast.metal_kernel(**_second())
 
 
-@cache
-def _cuda_kernels() -> tuple[Any, Any]:
-    first, second = mx.fast.cuda_kernel(**_first("cu")), mx.fast.cuda_kernel(**_second("cu"))
-    return first, second
-
-
-def _first(kind: str) -> dict[str, Any]:
+def _first() -> dict[str, Any]:
     return {
         "name": "dflash_rows_attention",
         "input_names": ["q", "k", "v", "settings", "mask"],
         "output_names": ["sums", "marks"],
-        "source": source(f"rows_attention/first_pass.{kind}"),
-        "header": source("matrix_units.cu" if kind == "cu" else "rows_attention/loading.metal"),
+        "source": source("rows_attention/first_pass.metal"),
+        "header": source("rows_attention/loading.metal"),
         # Keys and values are parts of larger arrays, of which a copy would cost more than the product.
         "ensure_row_contiguous": False,
     }
 
 
-def _second(kind: str) -> dict[str, Any]:
+def _second() -> dict[str, Any]:
     return {
         "name": "dflash_rows_attention_parts",
         "input_names": ["sums", "marks"],
         "output_names": ["out"],
-        "source": source(f"rows_attention/second_pass.{kind}"),
+        "source": source("rows_attention/second_pass.metal"),
     }
