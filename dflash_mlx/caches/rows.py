@@ -153,7 +153,9 @@ class Rows:
         other.tidy()
         held = other.lengths.capacity
         if held > self.lengths.capacity:
+            # As large as theirs, which have room ahead already.
             self._grow(held)
+        self.reserve(held)
         arrays, theirs = self.take_arrays(), other.take_arrays()
         for row, place in enumerate(places):
             for own, arriving in zip(arrays, theirs, strict=True):

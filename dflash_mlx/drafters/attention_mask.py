@@ -33,12 +33,12 @@ def block_mask(block: int, positions: int, at: mx.array, *, causal: bool, window
     not even read. Inside the block a row sees all rows, or those up to itself when `causal`.
     """
     count = positions if window is None else min(positions, window - 1 + block)
-    first = mx.clip(at - (count - block), 0, positions - count) if count < positions else None
-    start = at[:, None, None, None]
-    read = mx.arange(count) + (0 if first is None else first[:, None, None, None])
-    own = start + mx.arange(block)[:, None]
-    last = own if causal else mx.broadcast_to(start + block - 1, own.shape)
-    mask = read <= last
+    # Numbers of a kind that differ from call to call come from arrays: MLX compiles anew for each that it is given.
+    rows, places = mx.arange(block), mx.arange(positions)
+    first = mx.clip(at - (window - 1), 0, places[-count]) if window is not None and count < positions else None
+    read = places if first is None else places[:count] + first[:, None, None, None]
+    own = at[:, None, None, None] + rows[:, None]
+    mask = read <= (own if causal else own[:, :, -1:])
     if window is not None:
         mask = mask & (mx.abs(own - read) < window)
-    return BlockMask(mask, first, count)
+    return BlockMask(mx.broadcast_to(mask, (*own.shape[:3], count)), first, count)
