@@ -22,7 +22,7 @@ from dflash_mlx.policy.width import DEPTHS, SHALLOW, STEEP, FixedWidth, RoundCos
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 21
+_SCHEMA = 22
 # On CUDA rounds are timed after so many tokens, too: a fast GPU has memory for them, and attention shows only there.
 _FURTHER = (3840, 16128)
 # A round this much slower than a wider one, or than in another turn, was disturbed.

@@ -5,7 +5,7 @@ A round's time depends on shapes and not on what is computed, so the context is 
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,7 +28,9 @@ from dflash_mlx.targets.target import Target
 _FEWEST_TURNS, _MOST_TURNS = 3, 10
 # How long the rounds of a turn are timed, and the most of them.
 _SECONDS_A_TURN, _MOST_TIMED = 0.05, 5
-_SECONDS_A_WIDTH = 0.2
+_SECONDS_A_WIDTH = 0.3
+# A computer is slower for a while, and never faster: of several times the one counts that this share of them is below.
+_LOW = 0.2
 # Drafts that are timed.
 _TIMED_DRAFTS = 3
 # Of those that change their width every few rounds.
@@ -53,22 +55,18 @@ class Timer:
         self.target, self.drafter = target, drafter
 
     def rounds(self, kinds: Sequence[Rounds]) -> list[float]:
-        """Rounds of some kinds, which take turns of a few rounds each.
-
-        Some computers are slower for some seconds, whatever they do. So the kinds are compared within turns of all of
-        them, and how fast the computer was in the median turn is what counts for all of them.
-        """
+        """Rounds of some kinds, which take turns of a few rounds each."""
         engines, turns = [self._warm(*kind) for kind in kinds], []
         started = time.perf_counter()
         while True:
             turns.append([_some_seconds_of(engine) for engine in engines])
-            spent, quick = time.perf_counter() - started, max(turns[-1]) < _LONG_ROUND
+            spent, quick = time.perf_counter() - started, max(map(min, turns[-1])) < _LONG_ROUND
             enough = spent > _SECONDS_A_WIDTH * len(engines) or len(turns) == _MOST_TURNS
             if not quick or (enough and len(turns) >= _FEWEST_TURNS):
                 break
         for engine in engines:
             _end(engine)
-        return levelled(turns)
+        return compared(turns)
 
     def _warm(self, policy: FixedWidth, depth: int) -> Engine:
         """An answer with such rounds, which has begun."""
@@ -130,21 +128,35 @@ class Timer:
         return engine
 
 
-def levelled(turns: Sequence[Sequence[float]]) -> list[float]:
-    """What each of some kinds took, by turns of them all: its share of a turn, of the median turn."""
-    levels = [statistics.geometric_mean(turn) for turn in turns]
-    shares = ([took / level for took, level in zip(kind, levels, strict=True)] for kind in zip(*turns, strict=True))
-    return [statistics.median(found) * statistics.median(levels) for found in shares]
+def compared(turns: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """What rounds of some kinds take, by turns of them all, of each of which some times are known.
+
+    Some computers are slower for a tenth of a second, or for seconds, whatever they do. The former hardly changes a low
+    one of all times of a kind. The latter slows down whole turns: each counts by how fast the computer was then.
+    """
+    by_kind = list(zip(*turns, strict=True))
+    usual = [_low(times for turn in kind for times in turn) for kind in by_kind]
+    levels = [
+        _low(taken / typical for times, typical in zip(turn, usual, strict=True) for taken in times) for turn in turns
+    ]
+    return [
+        _low(taken / level for times, level in zip(kind, levels, strict=True) for taken in times) for kind in by_kind
+    ]
 
 
-def _some_seconds_of(engine: Engine) -> float:
-    """A round's time, the median of a few; not of the first one, for which nothing was launched ahead."""
+def _low(times: Iterable[float]) -> float:
+    known = sorted(times)
+    return known[int(_LOW * len(known))]
+
+
+def _some_seconds_of(engine: Engine) -> list[float]:
+    """The times of a few rounds; not of the first one, for which nothing was launched ahead."""
     # What others have launched ahead comes before.
     mx.synchronize()
     times = [_seconds_of(engine), _seconds_of(engine)][1:]
     while len(times) < _MOST_TIMED and sum(times) < _SECONDS_A_TURN:
         times.append(_seconds_of(engine))
-    return statistics.median(times)
+    return times
 
 
 def _seconds_of(engine: Engine) -> float:
