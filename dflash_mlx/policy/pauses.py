@@ -10,7 +10,7 @@ _FADE = 0.95
 # Standard errors by which the mean of the rounds may be off: pauses about one time in ten where drafting gains a fifth.
 _ERRORS = 1.5
 # The time that drafts may take without being used, in plain steps, before drafting rests, and the rests' lengths.
-_MAX_UNUSED = 0.75
+_MAX_UNUSED = 1.5
 _FIRST_REST, _LONGEST_REST = 16, 256
 # Tokens of a rest of which the user is told, once an answer.
 _WORTH_SAYING = 64

@@ -123,25 +123,25 @@ def test_the_next_answer_has_less_patience_until_drafting_pays(plain):
 
 
 def test_drafts_that_are_never_used_rest_longer_each_time():
-    """A draft takes 0.3 plain steps, and three of them are more than may be lost. After a rest, one is enough."""
+    """A draft takes 0.4 plain steps, and four of them are more than may be lost. After a rest, one is enough."""
     pauses, before = Pauses(), []
     for rest in (16, 32, 64, 128, 256, 256):
         tries = 0
         while not pauses.resting:
             tries += 1
-            pauses.note_use(False, cost=0.3)
+            pauses.note_use(False, cost=0.4)
         before.append((tries, pauses.notice))
         pauses.notice = None
         assert [pauses.take_rest() for _ in range(rest + 1)] == [True] * rest + [False]
-    assert [tries for tries, _ in before] == [3, 1, 1, 1, 1, 1]
+    assert [tries for tries, _ in before] == [4, 1, 1, 1, 1, 1]
     # Once an answer is enough to know.
     assert [notice is not None for _, notice in before] == [False, False, True, False, False, False]
     assert before[2][1] == "drafting paused for 64 tokens: lately no draft was likely to be worth its time"
     # The next answer goes on with that, until a draft is used.
     later = Pauses(pauses.patience)
-    later.note_use(False, cost=0.3)
+    later.note_use(False, cost=0.4)
     assert later.resting == 256
-    later.note_use(True, cost=0.3)
+    later.note_use(True, cost=0.4)
     assert Pauses(pauses.patience).patience.rest == 16
 
 
