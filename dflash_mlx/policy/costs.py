@@ -23,8 +23,9 @@ from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
 _SCHEMA = 22
-# On CUDA rounds are timed after so many tokens, too: a fast GPU has memory for them, and attention shows only there.
-_FURTHER = (3840, 16128)
+# On CUDA rounds are timed after so many tokens, too, since on a fast GPU attention shows only there; unless caches of
+# one answer then take more than this share of the memory.
+_FURTHER, _MOST_MEMORY = (3840, 16128), 0.02
 # A round this much slower than a wider one, or than in another turn, was disturbed.
 _DISTURBED = 1.25
 # Everything is measured in turns, until so many have found the same; in so many at the most, and then in half of them
@@ -169,6 +170,7 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     tree = [FixedWidth(places, places=places)] if can_branch(target, drafter) else []
     further = _FURTHER if backend().kind == "cuda" else ()
     depths = [depth for depth in (*DEPTHS, *further) if _may_reach(target, depth)]
+    depths = [depth for depth in depths if depth in DEPTHS or _has_room(target, depth)]
     after = [Rounds(FixedWidth(0), depth) for depth in depths]
     plain, narrow, wide, *others = timer.rounds([*map(Rounds, [*map(FixedWidth, (0, 1, places)), *tree]), *after])
     branched, plain_after = others[: len(tree)], dict(zip(depths, others[len(tree) :], strict=True))
@@ -185,6 +187,13 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
 def _may_reach(target: Target, depth: int) -> bool:
     """Whether a context of so many tokens can be had without reading it, and rounds after it."""
     return target.takes_rows() and (target.context_length is None or target.context_length >= 2 * depth)
+
+
+def _has_room(target: Target, depth: int) -> bool:
+    """Whether several answers with such a context, which are timed in turns, take little of the machine's memory."""
+    layers = target.blank_rows(1, depth).rows.attention
+    needed = sum(array.nbytes for layer in layers for array in layer.state)
+    return needed <= _MOST_MEMORY * backend().memory_bytes
 
 
 def _measure_queued(costs: PairCosts, places: int, timer: Timer, plain_after: dict[int, float]) -> None:

@@ -1,5 +1,7 @@
 """Costs of a round: measured by real rounds, remembered on disk, and not when something disturbed them."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from tiny import tiny_drafter, tiny_target
@@ -7,6 +9,7 @@ from tiny import tiny_drafter, tiny_target
 from dflash_mlx.policy import costs
 from dflash_mlx.policy.trees_or_chains import PairCosts
 from dflash_mlx.policy.width import DEPTHS, SHALLOW, RoundCosts
+from dflash_mlx.runtime import backend
 
 
 @pytest.fixture
@@ -150,6 +153,15 @@ def test_after_a_long_context_a_few_rounds_are_timed_where_width_costs_little(ma
                 assert kind.round(width) == pytest.approx(expected)
     assert machine(seconds, max_position_embeddings=1500).chains.deeper.keys() == {512}
     assert machine(seconds, max_position_embeddings=600).chains.deeper == {}
+
+
+@pytest.mark.parametrize(("memory", "further"), [(1e9, {3840, 16128}), (2e8, {3840}), (5e7, set())])
+def test_on_cuda_longer_contexts_are_timed_where_their_caches_take_little_memory(memory, further, machine, monkeypatch):
+    """Those of the tiny model take 512 bytes for a token."""
+    gpu = replace(backend(), kind="cuda", memory_bytes=int(memory))
+    monkeypatch.setattr(costs, "backend", lambda: gpu)
+    found = machine(lambda width, **_: 3.0 + bool(width), max_position_embeddings=40_000)
+    assert found.chains.deeper.keys() == {*DEPTHS, *further}
 
 
 @pytest.mark.parametrize("trees", [True, False])

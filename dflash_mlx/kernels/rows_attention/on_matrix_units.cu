@@ -20,7 +20,8 @@ struct alignas(2 * OF_KEY) Key { T at[OF_KEY]; };
 struct alignas(2 * OF_VALUE) Value { T at[OF_VALUE]; };
 struct alignas(16) Sixteen { uint32_t at[4]; };
 // What the rows see, in bits, of PART positions at once.
-__shared__ uint32_t seen[16][PART / 32];
+// One word more, so that lanes that read at once use different banks.
+__shared__ uint32_t seen[16][PART / 32 + 1];
 __shared__ float tops[WARPS][16];
 __shared__ float totals[WARPS][16];
 __shared__ float parts[WARPS][16][8 * TOGETHER + 1];
@@ -44,20 +45,24 @@ const T* values = v + answer * v_strides[0] + group * v_strides[1];
 const bool keys_lie = k_strides[3] == 1 && k_strides[2] % OF_KEY == 0 && reinterpret_cast<size_t>(keys) % sizeof(Key) == 0;
 const bool values_lie =
     v_strides[3] == 1 && v_strides[2] % OF_VALUE == 0 && reinterpret_cast<size_t>(values) % sizeof(Value) == 0;
-// A position after the last one is not seen; the last one is read in its place.
-auto read_key = [&](int n, int d) {
-  const T* from = keys + min(n, length - 1) * k_strides[2] + d * k_strides[3];
-  if (keys_lie) return *reinterpret_cast<const Key*>(from);
-  Key key;
-  for (int i = 0; i < OF_KEY; i++) key.at[i] = from[i * k_strides[3]];
-  return key;
+// Numbers that lie otherwise are read one by one, in a loop that takes little room: what a warp runs has to fit into the
+// cache for instructions.
+auto read = [](auto& numbers, const T* from, int64_t step) {
+  T each[sizeof(numbers) / sizeof(T)];
+  #pragma unroll 1
+  for (int i = 0; i < sizeof(numbers) / sizeof(T); i++) each[i] = from[i * step];
+  memcpy(&numbers, each, sizeof(numbers));
 };
-auto read_value = [&](int n, int d) {
+// A position after the last one is not seen; the last one is read in its place.
+auto read_key = [&](Key& key, int n, int d) {
+  const T* from = keys + min(n, length - 1) * k_strides[2] + d * k_strides[3];
+  if (keys_lie) key = *reinterpret_cast<const Key*>(from);
+  else read(key, from, k_strides[3]);
+};
+auto read_value = [&](Value& value, int n, int d) {
   const T* from = values + min(n, length - 1) * v_strides[2] + d * v_strides[3];
-  if (values_lie) return *reinterpret_cast<const Value*>(from);
-  Value value;
-  for (int i = 0; i < OF_VALUE; i++) value.at[i] = from[i * v_strides[3]];
-  return value;
+  if (values_lie) value = *reinterpret_cast<const Value*>(from);
+  else read(value, from, v_strides[3]);
 };
 
 uint32_t queries[D / 16][4];
@@ -121,7 +126,7 @@ for (int begin = 0; begin < length; begin += PART) {
     #pragma unroll
     for (int t = 0; t < KEYS / 8; t++)
       #pragma unroll
-      for (int g = 0; g < KEY_READS; g++) key[t][g] = read_key(first + 8 * t + row, 4 * OF_KEY * g + OF_KEY * quarter);
+      for (int g = 0; g < KEY_READS; g++) read_key(key[t][g], first + 8 * t + row, 4 * OF_KEY * g + OF_KEY * quarter);
   };
 
   int first = next_turn(begin + KEYS * warp);
@@ -131,7 +136,7 @@ for (int begin = 0; begin < length; begin += PART) {
     auto read_values = [&](int g) {
       #pragma unroll
       for (int i = 0; i < KEYS / 4; i++)
-        value[g][i] = read_value(first + i / 2 * 8 + 2 * quarter + i % 2, OF_VALUE * (8 * g + row));
+        read_value(value[g][i], first + i / 2 * 8 + 2 * quarter + i % 2, OF_VALUE * (8 * g + row));
     };
     if (EARLY) {
       #pragma unroll
