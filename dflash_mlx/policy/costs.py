@@ -22,7 +22,7 @@ from dflash_mlx.policy.width import DEPTHS, SHALLOW, STEEP, FixedWidth, RoundCos
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 22
+_SCHEMA = 23
 # On CUDA rounds are timed after so many tokens, too, since on a fast GPU attention shows only there; unless caches of
 # one answer then take more than this share of the memory.
 _FURTHER, _MOST_MEMORY = (3840, 16128), 0.02
@@ -229,14 +229,17 @@ def _measure_waiting(costs: PairCosts, places: int, timer: Timer, plain_after: d
     wide, widest = wide_sizes(places)
     widths = [width for width in _order(places) if width <= places or (kind.places and width == wide)][:affordable]
     drafts = {width: timer.draft(width) for width in widths if width <= places}
-    costs.chains.draft_seconds = kind.draft_seconds = drafts
 
     def seconds(widths: Sequence[int], depth: int) -> dict[int, float]:
         """Of rounds, a chain's with a draft of its own width. All were made after a draft of all places."""
         times = timer.in_turns(widths, places=places, tree=widest if kind.places else 0, depth=depth)
-        return times if kind.places else {w: times[w] - drafts[places] + drafts[w] for w in widths}
+        return times if kind.places else {w: times[w] - drafts[places] + drafts[w or places] for w in widths}
 
-    kind.round_seconds = {0: kind.round_seconds[0], **seconds(widths, SHALLOW)}
+    plain, times = kind.round_seconds[0], seconds([0, *widths], SHALLOW)
+    # Waiting takes time beyond that of the draft.
+    waited = max(0.0, times[0] - plain - drafts[places])
+    costs.chains.draft_seconds = kind.draft_seconds = {width: draft + waited for width, draft in drafts.items()}
+    kind.round_seconds = times | {0: plain}
     if kind.round_seconds.get(wide, math.inf) < STEEP * kind.round_seconds[places]:
         kind.round_seconds |= seconds([widest], SHALLOW)
     few = sorted({1, places // 2, places} & set(widths))

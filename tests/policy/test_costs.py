@@ -155,6 +155,21 @@ def test_after_a_long_context_a_few_rounds_are_timed_where_width_costs_little(ma
     assert machine(seconds, max_position_embeddings=600).chains.deeper == {}
 
 
+@pytest.mark.parametrize("trees", [True, False])
+def test_a_round_that_waits_for_drafts_and_verifies_none_takes_what_was_measured(trees, machine):
+    """More than a plain round and a draft: the host waits in between."""
+    draft = Machine(None).draft(7)
+
+    def seconds(width, *, branches, waits, depth):
+        return 10.0 + width + (2.0 + draft if waits and trees else 2.0 if waits else 0.0)
+
+    found = machine(seconds, trees=trees)
+    kind = found.trees if trees else found.chains
+    assert kind.plain == 10.0
+    assert kind.round(0, drafted=7) == pytest.approx(12.0 + draft, abs=0.1 if not trees else 1e-6)
+    assert kind.round(3, drafted=7) - kind.round(3) == pytest.approx(0.0 if trees else draft - Machine(None).draft(3))
+
+
 @pytest.mark.parametrize(("memory", "further"), [(1e9, {3840, 16128}), (2e8, {3840}), (5e7, set())])
 def test_on_cuda_longer_contexts_are_timed_where_their_caches_take_little_memory(memory, further, machine, monkeypatch):
     """Those of the tiny model take 512 bytes for a token."""
