@@ -21,11 +21,9 @@ from dflash_mlx.caches.trimming import fill_window, held, leaves, newest
 from dflash_mlx.runtime import backend
 from dflash_mlx.tree_steps import NOWHERE
 
-_STEP = 256
-# And on CUDA there is room for so many more.
-_AHEAD = 256
-# How many of them are looked at grows in smaller steps.
-_SEEN_STEP = 32
+# Positions by which caches grow, how many more than they hold there is room for on CUDA, and by how many those that are
+# looked at grow elsewhere.
+_STEP, _AHEAD, _SEEN_STEP = 256, 256, 32
 # Positions that a window keeps beyond those it needs, so that a conversation can go back a little.
 _SPARE = 32
 # Bytes of a layer's keys from which rows are put together layer by layer.

@@ -168,9 +168,7 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     """
     places, timer = block_size - 1, Timer(target, drafter)
     tree = [FixedWidth(places, places=places)] if can_branch(target, drafter) else []
-    further = _FURTHER if backend().kind == "cuda" else ()
-    depths = [depth for depth in (*DEPTHS, *further) if _may_reach(target, depth)]
-    depths = [depth for depth in depths if depth in DEPTHS or _has_room(target, depth)]
+    depths = _depths(target)
     after = [Rounds(FixedWidth(0), depth) for depth in depths]
     plain, narrow, wide, *others = timer.rounds([*map(Rounds, [*map(FixedWidth, (0, 1, places)), *tree]), *after])
     branched, plain_after = others[: len(tree)], dict(zip(depths, others[len(tree) :], strict=True))
@@ -182,6 +180,15 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     )
     (_measure_waiting if steep else _measure_queued)(costs, places, timer, plain_after)
     return costs
+
+
+def _depths(target: Target) -> list[int]:
+    """After how many tokens of context rounds are timed, besides `SHALLOW`."""
+    further = _FURTHER if backend().kind == "cuda" else ()
+    return [
+        *(depth for depth in DEPTHS if _may_reach(target, depth)),
+        *(depth for depth in further if _may_reach(target, depth) and _has_room(target, depth)),
+    ]
 
 
 def _may_reach(target: Target, depth: int) -> bool:
@@ -231,7 +238,10 @@ def _measure_waiting(costs: PairCosts, places: int, timer: Timer, plain_after: d
     drafts = {width: timer.draft(width) for width in widths if width <= places}
 
     def seconds(widths: Sequence[int], depth: int) -> dict[int, float]:
-        """Of rounds, a chain's with a draft of its own width. All were made after a draft of all places."""
+        """Of rounds, a chain's with a draft of its own width, or of all places where none of it is verified.
+
+        All were made after a draft of all places.
+        """
         times = timer.in_turns(widths, places=places, tree=widest if kind.places else 0, depth=depth)
         return times if kind.places else {w: times[w] - drafts[places] + drafts[w or places] for w in widths}
 

@@ -40,7 +40,7 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
     """queries (B, heads, L, D), keys and values (B, groups, S, D) that it was `made_for`, like twin.py.
 
     mask: None, "causal", or boolean, (B, 1, L, S). What comes out for a row depends neither on other rows nor on keys
-    that it does not see after those that it does.
+    that it does not see after those that it does, if those are numbers at all.
     """
     batch, heads, rows, head_dim = queries.shape
     groups = keys.shape[1]
