@@ -36,7 +36,7 @@ class RandomWidth:
         self.confident_share = rng.choice([0.0, 0.5, 1.0])
         self.branches = rng.random() < 0.6
 
-    def next_round(self, *, may_branch) -> Choice:
+    def next_round(self, *, may_branch, told=0.0) -> Choice:
         assert self.branches or not may_branch
         places = self.rng.choice([0, 0, 1, self.widest, self.rng.randint(0, self.widest)])
         waits = self.rng.random() < self.confident_share

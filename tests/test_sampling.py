@@ -145,7 +145,7 @@ class SureTrees(FixedWidth):
     What is drafted depends on the very noise that the target's tokens are chosen with, and must not bias them.
     """
 
-    def next_round(self, *, may_branch):
+    def next_round(self, *, may_branch, told=0.0):
         return Choice(self.places, tree=9)
 
     def choose(self, forecast):

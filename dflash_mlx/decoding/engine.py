@@ -130,7 +130,9 @@ class Engine:
         if most <= 0 or self._outlook is Outlook.NOTHING:
             return Choice(0)
         if self._lone is not None:
-            choice = self._lone.policy.next_round(may_branch=self._may_branch(self._lone))
+            assert self._batch.state is not None
+            told = self._batch.state.told(self._lone)
+            choice = self._lone.policy.next_round(may_branch=self._may_branch(self._lone), told=told)
         else:
             choice = self._shared.next_round(len(self._batch.rows))
         return replace(choice, places=self._fitting(choice.places, most))

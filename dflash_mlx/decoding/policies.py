@@ -86,10 +86,11 @@ class WidthPolicy(Protocol):
     def branches(self) -> bool:
         """Whether rounds may be trees. Stays the same for a whole answer."""
 
-    def next_round(self, *, may_branch: bool) -> Choice:
+    def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         """The next round; called before the outcome of the current one is known. may_branch: it can be a tree.
 
-        A choice to draft may be asked for twice, which changes nothing.
+        told: how many drafts are likely to be kept, where that can be told before they are made, which takes no time
+        then; else 0. A choice to draft may be asked for twice, which changes nothing.
         """
 
     def choose(self, forecast: Forecast) -> int:

@@ -222,6 +222,13 @@ class DraftState(Protocol):
     def outlook(self, writers: Sequence[Writer]) -> Outlook:
         """What drafting for the next round takes, by what the host knows of the answers."""
 
+    def told(self, writer: Writer) -> float:
+        """How many drafts of this answer's next round are likely to be kept, where the host can tell that before they
+        are made, which takes no time then; else 0.
+
+        A policy that rests from a drafter that did not pay may use them.
+        """
+
     def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:
         """Take in a round: the tokens (B, L) that the target was fed from the positions `at` (B,) on, their features
         (B, L, taps * D).

@@ -141,6 +141,10 @@ class NgramState:
         drafts = self._always or any(self.lookup(writer).chance() >= _LEAST for writer in writers)
         return Outlook.HOST if drafts else Outlook.NOTHING
 
+    def told(self, writer: Writer) -> float:
+        """Nothing: it rests where texts promised what they did not keep."""
+        return 0.0
+
     def propose(
         self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False
     ) -> Drafted:

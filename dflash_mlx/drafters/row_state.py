@@ -16,6 +16,9 @@ class RowState:
     def outlook(self, writers: Sequence[Writer]) -> Outlook:
         return Outlook.DEVICE
 
+    def told(self, writer: Writer) -> float:
+        return 0.0
+
     def withdraw(self) -> None:
         """Nothing of drafts is kept."""
 

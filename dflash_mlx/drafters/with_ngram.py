@@ -84,6 +84,9 @@ class WithNgramState:
     def outlook(self, writers: Sequence[Writer]) -> Outlook:
         return Outlook.HOST if any(map(self._prefers_text, writers)) else self.inner.outlook(writers)
 
+    def told(self, writer: Writer) -> float:
+        return self._kept_of(writer).told(self.text.lookup(writer), self._places)
+
     def _prefers_text(self, writer: Writer) -> bool:
         return self._kept_of(writer).prefers(self.text.lookup(writer), self._places)
 
@@ -171,9 +174,14 @@ class _Kept:
 
     def prefers(self, lookup: Lookup, places: int) -> bool:
         """Whether more of `places` drafts are expected to be kept if the text drafts them."""
+        return self.told(lookup, places) > 0.0
+
+    def told(self, lookup: Lookup, places: int) -> float:
+        """How many of the text's drafts are expected to be kept; 0 where the drafter is preferred."""
         self._note(lookup)
         self._promise, self._equal = lookup.promise(places), lookup.length
-        return 1 + self._promise * self.honesty > _MARGIN * (1 + self.mean)
+        told = self._promise * self.honesty
+        return told if 1 + told > _MARGIN * (1 + self.mean) else 0.0
 
     def _note(self, lookup: Lookup) -> None:
         """What has come since the last time: the drafts kept, and the target's own token."""

@@ -9,6 +9,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
 _FADE = 0.95
 # Standard errors by which the mean of the rounds may be off: pauses about one time in ten where drafting gains a fifth.
 _ERRORS = 1.5
+# Drafting pays if it is so many times as fast as plain decoding.
+_PAYS = 1.2
 # The time that drafts may take without being used, in plain steps, before drafting rests, and the rests' lengths.
 _MAX_UNUSED = 1.5
 _FIRST_REST, _LONGEST_REST = 16, 256
@@ -75,7 +77,7 @@ class Pauses:
         self._loss = max(0.0, self._loss + seconds / plain - tokens)
         if self._loss > self.patience.limit / lanes**0.5 and self._fastest(lanes) * plain < 1.0:
             self._pause(plain)
-        elif self._rounds > 5 and self.speed * plain > 1.2:
+        elif self._rounds > 5 and self.speed * plain > _PAYS:
             self._length, self.patience.failed = _FIRST_PAUSE, False
 
     def _pause(self, plain: float) -> None:
@@ -107,9 +109,12 @@ class Pauses:
                     f"drafting paused for {self.resting} tokens: lately no draft was likely to be worth its time"
                 )
 
-    def take_rest(self) -> bool:
-        """Whether the next round should be a plain one."""
-        if self.resting > 0:
+    def take_rest(self, worth: float = 0.0) -> bool:
+        """Whether the next round should be a plain one.
+
+        worth: how many times as fast as plain decoding it will be, as far as that can be told before it is drafted.
+        """
+        if self.resting > 0 and worth < _PAYS:
             self.resting -= 1
             return True
         return False

@@ -178,7 +178,7 @@ class _InTurns:
         self.branches = tree > 0
         self._next = 0
 
-    def next_round(self, *, may_branch: bool) -> Choice:
+    def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         return Choice(self.places, tree=self.tree if may_branch else 0)
 
     def choose(self, forecast: Forecast) -> int:

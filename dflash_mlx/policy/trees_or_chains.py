@@ -164,8 +164,8 @@ class SteadyTree:
         self.pauses = Pauses()
         self._settle()
 
-    def next_round(self, *, may_branch: bool) -> Choice:
-        places = 0 if self.pauses.take_rest() else self.places
+    def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
+        places = 0 if self.pauses.take_rest(self.costs.worth(told, self.size)) else self.places
         return Choice(places, tree=self.sizes[-1], scale=self.confidence.calibration, width=self.size)
 
     def choose(self, forecast: Forecast) -> int:
@@ -208,9 +208,9 @@ class TreesOrChains:
         self._looked = 0
         self._seconds_of_chains = np.array([chains.round(width) for width in range(places + 1)])
 
-    def next_round(self, *, may_branch: bool) -> Choice:
+    def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         policy: WidthPolicy = self.chains if self.experience.chains or not may_branch else self.trees
-        return policy.next_round(may_branch=may_branch)
+        return policy.next_round(may_branch=may_branch, told=told)
 
     def choose(self, forecast: Forecast) -> int:
         raise AssertionError("neither trees nor chains wait here")

@@ -48,7 +48,7 @@ class FixedWidth:
     def branches(self) -> bool:
         return self.places > 0
 
-    def next_round(self, *, may_branch: bool) -> Choice:
+    def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         width = None if self.waits else self.width
         if not self.branches or self.width == 0:
             return Choice(self.width, width=width)
@@ -113,6 +113,10 @@ class RoundCosts:
     @property
     def plain(self) -> float:
         return self.round(0)
+
+    def worth(self, kept: float, width: int) -> float:
+        """How many times as fast as plain decoding a round of this width is that keeps so many drafts."""
+        return (1.0 + kept) * self.plain / self.round(width)
 
     def _draft(self, width: int) -> float:
         return _interpolate(self.draft_seconds, width) if width else 0.0
@@ -208,8 +212,9 @@ class SteadyWidth:
         speeds = self._speeds()
         self.width = max(speeds, key=lambda width: speeds[width])
 
-    def next_round(self, *, may_branch: bool) -> Choice:
-        return Choice(0 if self.pauses.take_rest() else self.width, width=self.width)
+    def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
+        rests = self.pauses.take_rest(self.costs.worth(told, self.width))
+        return Choice(0 if rests else self.width, width=self.width)
 
     def choose(self, forecast: Forecast) -> int:
         return self.width

@@ -102,7 +102,7 @@ class Pausing(FixedWidth):
         super().__init__(width)
         self.left = 5
 
-    def next_round(self, *, may_branch):
+    def next_round(self, *, may_branch, told=0.0):
         self.left -= self.left > 0
         return super().next_round(may_branch=may_branch) if self.left == 0 else Choice(0)
 
@@ -213,7 +213,7 @@ class Draws(FixedWidth):
         super().__init__(width, **options)
         self.drawn, self.heard = drawn, []
 
-    def next_round(self, *, may_branch):
+    def next_round(self, *, may_branch, told=0.0):
         return replace(super().next_round(may_branch=may_branch), places=self.drawn)
 
     def observe(self, round):

@@ -22,7 +22,7 @@ from dflash_mlx.drafters.medusa import MedusaDrafter, MedusaNetwork
 from dflash_mlx.drafters.ngram import NgramState
 from dflash_mlx.drafters.stepwise import StepwiseState
 from dflash_mlx.drafters.with_ngram import WithNgram, WithNgramState
-from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.policy.width import FixedWidth, RoundCosts, SteadyWidth
 from dflash_mlx.sampling import SamplingParams
 
 REPEATS, NEW = [*range(1, 20), *range(1, 12)], [*range(1, 20)]
@@ -59,6 +59,14 @@ def test_a_text_that_repeats_itself_is_drafted_from_without_the_drafter():
     assert drafted.tokens.tolist() == [[12, 13, 14]]
     assert state.inner.asked == 0
     assert state.outlook(writers) is Outlook.HOST
+
+
+def test_what_the_text_will_keep_is_told_and_nothing_of_the_drafters_drafts():
+    state = WithNgramState(Inner(), places=15, vocab_size=100)
+    expected = NgramState(always=False).lookup(SimpleText(REPEATS)).promise(15)
+    assert state.told(SimpleText(REPEATS)) == pytest.approx(expected)
+    assert expected > 5
+    assert state.told(SimpleText(NEW)) == 0
 
 
 def test_a_new_text_is_the_drafters():
@@ -126,6 +134,20 @@ def test_rounds_are_fewer_and_answers_the_same():
         assert [token for step in steps for token in step.tokens] == plain_tokens(target, [1, 2, 3], 150)
         rounds.append(len(steps))
     assert rounds[1] < 0.6 * rounds[0]
+
+
+def test_a_text_that_repeats_itself_is_used_while_drafting_pauses():
+    target = circling()
+    one_layer = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "num_target_layers": 1}
+    drafter = WithNgram(tiny_drafter(block_size=8, taps=(0,), vocab_size=VOCAB, **one_layer))
+    policy = SteadyWidth(RoundCosts({0: 1.0, 1: 1.5, 7: 1.5}, {1: 0.1, 7: 0.1}, steep=False), 7)
+    policy.pauses.resting = 1000
+    lane = {"strategy": Greedy(), "policy": policy, "max_tokens": 150, "eos_ids": set()}
+    steps = list(decode(Session(target, drafter), [1, 2, 3], **lane))
+    assert [token for step in steps for token in step.tokens] == plain_tokens(target, [1, 2, 3], 150)
+    assert {0, 7} <= {step.width for step in steps}
+    assert sum(step.num_accepted for step in steps) > 75
+    assert policy.pauses.resting > 900
 
 
 def at_random(monkeypatch, seed):

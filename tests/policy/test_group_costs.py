@@ -8,7 +8,19 @@ from dflash_mlx.policy.group_costs import measure_group
 
 
 def test_every_number_of_lanes_is_timed(monkeypatch):
+    """Real rounds and drafts are made, whose times are set: a pass of those is a difference, of no use by a clock."""
+
+    def seconds(made):
+        def timed(*args):
+            made(*args)
+            return 2.0 if made is round_seconds else 0.5
+
+        return timed
+
+    round_seconds = group_costs._round_seconds
     monkeypatch.setattr(group_costs, "_SECONDS_TO_SPEND", 300.0)
+    monkeypatch.setattr(group_costs, "_round_seconds", seconds(round_seconds))
+    monkeypatch.setattr(group_costs, "_seconds", seconds(group_costs._seconds))
     costs = measure_group(tiny_target("llama"), tiny_drafter(), places=7, most_lanes=5)
     assert costs.plain.keys() == {2, 4}
     assert {4, 8} <= costs.verify.keys() == costs.draft.keys() <= {4, 8, 16, 32}

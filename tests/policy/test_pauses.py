@@ -122,6 +122,14 @@ def test_the_next_answer_has_less_patience_until_drafting_pays(plain):
     assert play(Pauses(patience), [(1, 1.6)] * 20, plain) == 9
 
 
+def test_a_pause_is_interrupted_by_drafts_that_are_known_to_pay():
+    pauses = Pauses()
+    play(pauses, [(1, 50)], 1.0)
+    assert pauses.take_rest(1.19)
+    assert not pauses.take_rest(1.2)
+    assert [pauses.take_rest() for _ in range(32)] == [True] * 31 + [False]
+
+
 def test_drafts_that_are_never_used_rest_longer_each_time():
     """A draft takes 0.4 plain steps, and four of them are more than may be lost. After a rest, one is enough."""
     pauses, before = Pauses(), []

@@ -354,6 +354,16 @@ def test_a_pause_comes_before_much_is_lost():
     assert rounds <= 6
 
 
+@pytest.mark.parametrize("costs", [FLAT, STEEP, TREES], ids=["flat", "steep", "trees"])
+def test_drafts_that_are_known_to_be_kept_are_used_in_a_pause(costs):
+    """A round with all drafts takes 1.7 or 2.6 plain steps: 1.2 kept ones are worth the former, and not the latter."""
+    policy = policy_for(costs)
+    policy.pauses.resting = 9
+    assert policy.next_round(may_branch=False, told=12.0).places == (15 if costs.steep else policy.width)
+    assert (policy.next_round(may_branch=False, told=1.2).places > 0) == (not costs.steep)
+    assert policy.next_round(may_branch=False).places == 0
+
+
 def next_drafted(policy):
     """The next choice that is not a rest."""
     return next(choice for choice in iter(lambda: policy.next_round(may_branch=False), None) if choice.places)
