@@ -40,7 +40,7 @@ def kernels_folder(tmp_path_factory):
 
 @contextlib.contextmanager
 def kernel_on_cpu(module, note, *, folder, monkeypatch):
-    """Has the kernel of `module._kernel` run on the CPU; gives the list of `note(inputs)` of each launch."""
+    """Has a module's kernels run on the CPU, whose makers it remembers; gives `note(inputs)` of each launch."""
     noted = []
 
     def make(**options):
@@ -53,9 +53,12 @@ def kernel_on_cpu(module, note, *, folder, monkeypatch):
         return launch
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", make)
-    module._kernel.cache_clear()
+    makers = [made for made in vars(module).values() if hasattr(made, "cache_clear")]
+    for maker in makers:
+        maker.cache_clear()
     yield noted
-    module._kernel.cache_clear()
+    for maker in makers:
+        maker.cache_clear()
 
 
 class CudaKernel:

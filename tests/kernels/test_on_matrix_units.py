@@ -8,8 +8,8 @@ from tiny import drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.kernels.attention import attention_layers, instead_of_ordinary, set_attention
 from dflash_mlx.kernels.rows_attention import on_matrix_units, twin
-from dflash_mlx.kernels.rows_attention.masks import MASK
-from dflash_mlx.kernels.rows_attention.on_matrix_units import attention, made_for
+from dflash_mlx.kernels.rows_attention.masks import KINDS, MASK
+from dflash_mlx.kernels.rows_attention.on_matrix_units import attention, attention_in_parts, made_for
 from dflash_mlx.kernels.sources import source
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.rounding import relative_difference
@@ -18,15 +18,15 @@ from dflash_mlx.runtime import backend
 # Sums are in float32, so little more than the rounding of what comes out.
 CLOSE = {mx.float16: 5e-4, mx.bfloat16: 4e-3}
 # Two warps, and parts of two turns: what a block does with more, in little time.
-CONSTANTS = {"THREADS": 64, "PART": 128}
+THREADS, PART = 64, 128
+WAYS = pytest.mark.parametrize("way", [attention, attention_in_parts])
 
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path_factory):
     """Has kernels run on the CPU; the shapes of the queries that went through one."""
-    monkeypatch.setattr(on_matrix_units, "_THREADS", CONSTANTS["THREADS"])
-    constants = [(name, CONSTANTS.get(name, value)) for name, value in on_matrix_units._CONSTANTS]
-    monkeypatch.setattr(on_matrix_units, "_CONSTANTS", constants)
+    for name, value in {"_THREADS": THREADS, "_NOTED": PART, "IN_A_PART": PART}.items():
+        monkeypatch.setattr(on_matrix_units, name, value)
     folder = kernels_folder(tmp_path_factory)
     with kernel_on_cpu(
         on_matrix_units, lambda inputs: inputs[0].shape, folder=folder, monkeypatch=monkeypatch
@@ -47,11 +47,12 @@ def problem(rows, keys, *, head_dim=64, dtype=mx.float16, heads=4, groups=2, bat
     return *arrays, 0.3, {"mask": mx.array(seen), "one for all": one_for_all}.get(mask, mask)
 
 
-def difference(given):
-    return relative_difference(attention(*given), twin.attention(*given))
+def difference(way, given):
+    return relative_difference(way(*given), twin.attention(*given))
 
 
 @needs_compiler
+@WAYS
 @pytest.mark.parametrize("mask", ["mask", "causal", None, "one for all"])
 @pytest.mark.parametrize(
     ("batch", "heads", "groups", "head_dim", "rows", "keys"),
@@ -66,41 +67,43 @@ def difference(given):
         (2, 8, 2, 32, 9, 160),
     ],
 )
-def test_the_kernel_computes_attention(mask, batch, heads, groups, head_dim, rows, keys, launched):
+def test_the_kernel_computes_attention(way, mask, batch, heads, groups, head_dim, rows, keys, launched):
     for dtype, close in CLOSE.items():
         shape = {"batch": batch, "heads": heads, "groups": groups, "head_dim": head_dim}
         given = problem(rows, keys, dtype=dtype, mask=mask, **shape)
-        found = attention(*given)
+        found = way(*given)
         assert found.shape == given[0].shape
         assert found.dtype == dtype
-        assert difference(given) < close
+        assert difference(way, given) < close
 
 
 @needs_compiler
+@WAYS
 @pytest.mark.parametrize(("dtype", "head_dim"), [(mx.float16, 64), (mx.bfloat16, 128)])
-def test_a_row_has_the_same_numbers_with_and_without_others(dtype, head_dim, launched):
+def test_a_row_has_the_same_numbers_with_and_without_others(way, dtype, head_dim, launched):
     """Nor do positions count that it does not see, after those that it does: what `--exact` needs."""
     *arrays, scale, mask = problem(19, 300, head_dim=head_dim, dtype=dtype, batch=2)
     queries, keys, values = arrays
-    together = attention(*arrays, scale, mask)
+    together = way(*arrays, scale, mask)
     for row in (0, 7, 18):
         one = slice(row, row + 1)
-        assert mx.array_equal(attention(queries[:, :, one], keys, values, scale, mask[:, :, one]), together[:, :, one])
+        assert mx.array_equal(way(queries[:, :, one], keys, values, scale, mask[:, :, one]), together[:, :, one])
     room = [(0, 0), (0, 0), (0, 90), (0, 0)]
     more = mx.pad(mask, [(0, 0), (0, 0), (0, 0), (0, 90)])
     longer = [mx.pad(array, room, constant_values=5) for array in (keys, values)]
-    assert mx.array_equal(attention(queries, *longer, scale, more), together)
+    assert mx.array_equal(way(queries, *longer, scale, more), together)
 
 
 @needs_compiler
-def test_rows_that_see_little_or_nothing(launched):
+@WAYS
+def test_rows_that_see_little_or_nothing(way, launched):
     """Some see nothing of the first parts, or of the last ones, and one nothing at all: it is 0."""
     queries, keys, values, scale, _ = problem(7, 400)
     places = mx.arange(400)
     seen = mx.stack([(places >= first) & (places < first + 20) for first in (0, 50, 118, 200, 310, 390, 400)])
     given = queries, keys, values, scale, seen[None, None]
-    assert difference(given) < CLOSE[mx.float16]
-    assert mx.array_equal(attention(*given)[:, :, 6], mx.zeros((1, 4, 64)))
+    assert difference(way, given) < CLOSE[mx.float16]
+    assert mx.array_equal(way(*given)[:, :, 6], mx.zeros((1, 4, 64)))
 
 
 @needs_compiler
@@ -128,10 +131,18 @@ def test_the_kernel_reads_its_inputs_where_they_lie(aligned, tmp_path):
         k = numbers(batch, groups, head_dim, 96).swapaxes(2, 3)[:, :, :keys]
         v = numbers(batch, groups, 96, head_dim + 1)[:, :, :keys, 1:]
     mask = (rng.random((batch, 1, keys, rows)) > 0.3).swapaxes(2, 3)
-    template = {"T": mx.float16, "BRAIN": False, "D": head_dim, **dict(on_matrix_units._CONSTANTS), **CONSTANTS}
+    template = {
+        "T": mx.float16,
+        "OUT": mx.float16,
+        "BRAIN": False,
+        "D": head_dim,
+        "THREADS": THREADS,
+        "IN_PARTS": False,
+        "PART": PART,
+    }
     (found,) = made(
         inputs=[q, k, v, np.array([0.25, MASK], dtype=np.float32), mask],
-        template=list(template.items()),
+        template=[*template.items(), *KINDS],
         grid=(64, groups, batch),
         threadgroup=(64, 1, 1),
         output_shapes=[(batch, rows, heads, head_dim)],
@@ -143,13 +154,14 @@ def test_the_kernel_reads_its_inputs_where_they_lie(aligned, tmp_path):
 
 
 @needs_compiler
+@WAYS
 @pytest.mark.parametrize("places", [0, 4], ids=["chain", "tree"])
-def test_answers_stay_the_same(places, launched):
+def test_answers_stay_the_same(way, places, launched):
     """Of a tiny model and a drafter that both attend by the kernel: drafted answers are its plain ones."""
     target, drafter, prompt = tiny_target("qwen3"), tiny_drafter(head_dim=16), [5, 6, 7]
     for model in (target.model, drafter):
         model.set_dtype(mx.bfloat16)
-    set_attention(attention_layers(target.model) + attention_layers(drafter), instead_of_ordinary(attention))
+    set_attention(attention_layers(target.model) + attention_layers(drafter), instead_of_ordinary(way))
     expected = plain_tokens(target, prompt, 6)
     launched.clear()
     assert drafted_tokens(target, drafter, prompt, 6, FixedWidth(4, places=places)) == expected
@@ -174,17 +186,18 @@ def test_what_the_kernel_was_made_for():
 
 
 @pytest.mark.gpu
+@WAYS
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-def test_on_a_gpu(dtype, head_dim):
+def test_on_a_gpu(way, dtype, head_dim):
     """The real compiler and the real device: right, and a row by itself is what it is among others."""
     if backend().kind != "cuda":
         pytest.skip("no NVIDIA GPU")
     for mask in ("mask", "causal", None):
         for rows, keys in ((2, 300), (16, 1033), (33, 65), (64, 9000)):
-            assert difference(problem(rows, keys, head_dim=head_dim, dtype=dtype, mask=mask)) < CLOSE[dtype]
+            assert difference(way, problem(rows, keys, head_dim=head_dim, dtype=dtype, mask=mask)) < CLOSE[dtype]
     queries, keys, values, scale, mask = problem(32, 1100, head_dim=head_dim, dtype=dtype)
-    together = attention(queries, keys, values, scale, mask)
+    together = way(queries, keys, values, scale, mask)
     for row in range(32):
         one = slice(row, row + 1)
-        assert mx.array_equal(attention(queries[:, :, one], keys, values, scale, mask[:, :, one]), together[:, :, one])
+        assert mx.array_equal(way(queries[:, :, one], keys, values, scale, mask[:, :, one]), together[:, :, one])

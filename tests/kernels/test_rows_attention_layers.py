@@ -115,7 +115,10 @@ def test_each_number_of_answers_has_its_own_races(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("metal", ["in calls of a few rows", "in two passes"]), ("cuda", ["on matrix units", "in one launch"])],
+    [
+        ("metal", ["in calls of a few rows", "in two passes"]),
+        ("cuda", ["on matrix units", "on matrix units in parts", "in one launch"]),
+    ],
 )
 def test_ways_of_a_machine(kind, expected, monkeypatch):
     machine = replace(runtime.backend(), kind=kind)
@@ -123,7 +126,9 @@ def test_ways_of_a_machine(kind, expected, monkeypatch):
     assert list(layers.ways()) == expected
     # On CUDA with several answers at once, too, but not over the longest caches.
     each = 3 * len(LENGTHS) - 2 if kind == "cuda" else len(LENGTHS)
-    assert len(layers.races(HEADS._replace(dtype=mx.float16))) == 2 * each
+    # In parts with one answer only, over 1,024 positions and more.
+    more = len(LENGTHS) - 1 if kind == "cuda" else 0
+    assert len(layers.races(HEADS._replace(dtype=mx.float16))) == 2 * each + more
     # float32 goes through the matrix units of Apple's GPUs only.
     assert len(layers.races(HEADS)) == (each if kind == "cuda" else 2 * each)
 

@@ -105,7 +105,9 @@ def _attention_kernels(target: Target, uses: Uses) -> tuple[Rival, ...]:
     """The kernels that give a row the same numbers whatever the others are, and compute these attentions right here."""
     dtype = activation_dtype(target.model)
     kinds = [Heads(*attention[:3], dtype) for attention in uses.attentions]
-    return tuple(one for one in ways().values() if one.part and all(works(one, heads) for heads in kinds))
+    # Those for long contexts only would round in another way than what serves short ones.
+    able = [one for one in ways().values() if one.part and not one.for_long]
+    return tuple(one for one in able if all(works(one, heads) for heads in kinds))
 
 
 def find_uses(target: Target) -> Uses:

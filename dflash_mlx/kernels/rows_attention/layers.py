@@ -22,6 +22,8 @@ ROWS, LENGTHS = (1, 2, 4, 8, 16, 32, 64), (256, 1024, 2048, 4096, 16384)
 # Answers at once that are raced on CUDA, where so many decide otherwise; numbers between two of them follow the lower.
 # Their caches take much memory, so the longest are left to MLX when there are several.
 LANES, _LONGEST_OF_SEVERAL = (1, 16, 64), 4096
+# A context from which on ways that were made for long ones are raced.
+_LONG = 1024
 # MLX's kernel for a few rows takes so many, and so many of all query heads that share one of keys.
 _MLX_ROWS, _MLX_ROWS_OF_HEADS = 8, 32
 # Heads of common models (heads, those of keys, size) that `doctor --kernels` races.
@@ -45,11 +47,13 @@ class Rival(NamedTuple):
     """A way to compute attention, and whether it was made for some queries, keys and values.
 
     part: a row's numbers do not depend on other rows if the first position is at a multiple of this; 0: they may.
+    for_long: it was made for long contexts of few answers, and takes part in no other races.
     """
 
     attention: Callable[[mx.array, mx.array, mx.array, float, Mask], mx.array]
     made_for: Callable[[mx.array, mx.array, mx.array], bool]
     part: int
+    for_long: bool = False
 
 
 def in_calls(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask) -> mx.array:
@@ -77,6 +81,12 @@ def ways() -> dict[str, Rival]:
     if backend().kind == "cuda":
         return {
             "on matrix units": Rival(on_matrix_units.attention, on_matrix_units.made_for, on_matrix_units.POSITIONS),
+            "on matrix units in parts": Rival(
+                on_matrix_units.attention_in_parts,
+                on_matrix_units.made_for,
+                on_matrix_units.IN_A_PART,
+                for_long=True,
+            ),
             "in one launch": Rival(one_launch.attention, one_launch.made_for, one_launch.MOST_KEYS),
         }
     return {
@@ -210,6 +220,7 @@ def races(heads: Heads) -> dict[str, Callable[[], Verdict]]:
         for lanes in _lanes()
         for length in LENGTHS
         if lanes == 1 or length <= _LONGEST_OF_SEVERAL
+        if not rival.for_long or (lanes == 1 and length >= _LONG)
     }
 
 
@@ -271,7 +282,7 @@ def _cache(heads: Heads, length: int, lanes: int, seed: int) -> tuple[mx.array, 
 
 def known_verdicts() -> Verdicts:
     """What is known of these races here, as long as the sources stay as they are."""
-    cuda = "matrix_units.cu", "rows_attention/on_matrix_units.cu", "rows_attention/one_launch.cu"
+    ours = (f"rows_attention/{name}.cu" for name in ("on_matrix_units", "put_together", "one_launch"))
     metal = (f"rows_attention/{name}.metal" for name in ("loading", "first_pass", "second_pass"))
-    sources = map(source, cuda if backend().kind == "cuda" else metal)
+    sources = map(source, ["matrix_units.cu", *ours] if backend().kind == "cuda" else metal)
     return Verdicts("rows_attention", "".join([*sources, str(ROWS), str(LENGTHS), str(_lanes())]))

@@ -1,6 +1,7 @@
-// Attention of a few rows over a cache on the matrix units, in one launch: the body of a CUDA kernel (on_matrix_units.py).
+// Attention of a few rows over a cache on the matrix units: the body of a CUDA kernel (on_matrix_units.py).
 //
-// A block of threads computes 16 rows of the query heads that share a head of keys. Its warps take turns of KEYS positions
+// A block of threads computes 16 rows of the query heads that share a head of keys, over all positions or, IN_PARTS, over
+// PART of them; what comes out is then put together by put_together.cu. Its warps take turns of KEYS positions
 // each, at places that depend on nothing else, and each keeps its queries and its weighted values in registers. Keys and
 // values come from memory the way the matrix units want them: a lane reads numbers that lie side by side, since the order
 // in which places are added is free, if both factors agree on it. multiply_accumulate is in the header (matrix_units.cu).
@@ -27,7 +28,10 @@ __shared__ float totals[WARPS][16];
 __shared__ float parts[WARPS][16][8 * TOGETHER + 1];
 
 const int heads = q_shape[1], rows = q_shape[2], groups = k_shape[1], length = k_shape[2], share = heads / groups;
-const int first_row = 16 * blockIdx.x, group = blockIdx.y, answer = blockIdx.z, warp = threadIdx.x / 32;
+const int first_row = 16 * blockIdx.x, group = blockIdx.y, warp = threadIdx.x / 32;
+// The part of the positions that the block looks at, of so many.
+const int number = IN_PARTS ? (length + PART - 1) / PART : 1, answer = blockIdx.z / number;
+const int from = blockIdx.z % number * PART, until = IN_PARTS ? min(from + PART, length) : length;
 // Of a matrix of 16 rows and 8 columns a lane has two columns, in this row and in the one 8 further.
 const int row = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
 const int kind = static_cast<int>(settings[1]);
@@ -89,8 +93,8 @@ float highest[2] = {NEVER, NEVER}, total[2] = {0, 0}, sums[D / 8][4];
 for (int j = 0; j < D / 8; j++)
   for (int i = 0; i < 4; i++) sums[j][i] = 0;
 
-for (int begin = 0; begin < length; begin += PART) {
-  const int end = min(begin + PART, length), words = (end - begin + 31) / 32;
+for (int begin = from; begin < until; begin += PART) {
+  const int end = min(begin + PART, until), words = (end - begin + 31) / 32;
   __syncthreads();
   for (int i = threadIdx.x % (THREADS / 16); i < words; i += THREADS / 16) {
     // How many of these 32 positions the row may see.
@@ -250,8 +254,13 @@ for (int begin = 0; begin < D / 8; begin += TOGETHER) {
       weights += totals[i][r] * exp2f(tops[i][r] - top);
     }
     const int d = 8 * OF_VALUE * (j / OF_VALUE) + OF_VALUE * (column % 8) + j % OF_VALUE;
-    if (place < rows * share)
-      out[((static_cast<int64_t>(answer) * rows + place / share) * heads + group * share + place % share) * D + d] =
-          static_cast<T>(weights > 0 ? sum / weights : 0);
+    if (place >= rows * share) continue;
+    const int64_t to = (static_cast<int64_t>(blockIdx.z) * rows + place / share) * heads + group * share + place % share;
+    if (IN_PARTS) {
+      out[to * (D + 2) + d] = static_cast<OUT>(sum);
+      if (d == 0) out[to * (D + 2) + D] = static_cast<OUT>(top), out[to * (D + 2) + D + 1] = static_cast<OUT>(weights);
+    } else {
+      out[to * D + d] = static_cast<OUT>(weights > 0 ? sum / weights : 0);
+    }
   }
 }
