@@ -10,3 +10,10 @@ __device__ inline void multiply_accumulate(float (&sums)[4], const uint32_t (&le
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
 }
+
+// 2 to this power, 0 where that is below the smallest normal number.
+__device__ inline float power_of_two(float power) {
+  float found;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(power));
+  return found;
+}

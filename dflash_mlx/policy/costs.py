@@ -22,7 +22,7 @@ from dflash_mlx.policy.width import DEPTHS, SHALLOW, STEEP, FixedWidth, RoundCos
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 23
+_SCHEMA = 24
 # On CUDA rounds are timed after so many tokens, too, since on a fast GPU attention shows only there; unless caches of
 # one answer then take more than this share of the memory.
 _FURTHER, _MOST_MEMORY = (3840, 16128), 0.02
@@ -210,7 +210,7 @@ def _measure_queued(costs: PairCosts, places: int, timer: Timer, plain_after: di
     rounds = _SECONDS_TO_SPEND / costs.chains.round_seconds[places] / _ROUNDS_EACH
     widths = _order(places)[: max(3, min(_FEW, int(rounds / len(kinds))))]
     drafts = {width: timer.draft(width) for width in widths if width <= places}
-    few = sorted({places, wide_sizes(places)[0]} & set(widths))
+    few = sorted({places, *wide_sizes(places)} & set(widths))
 
     def asked(kind: RoundCosts, widths: Sequence[int], depth: int) -> dict[int, Rounds]:
         """By width, plain ones too. Chains have as many drafts as places at the most."""

@@ -67,7 +67,9 @@ static bool __any_sync(unsigned, bool value) {
   return std::any_of(&values[self / 32 * 32], &values[self / 32 * 32] + 32, [](float other) { return other != 0; });
 }
 
-// What kernels/matrix_units.cu has the matrix units do: a lane holds rows lane / 4 and 8 more of `left`, column
+// What kernels/matrix_units.cu has the GPU do.
+static float power_of_two(float power) { return exp2f(power); }
+// Of the factors of a product a lane holds rows lane / 4 and 8 more of `left`, column
 // lane / 4 of `right`, and of both the places 2 * (lane % 4), the next one, and these two 8 further on.
 struct Fragments { uint32_t left[4], right[2]; };
 static std::vector<Fragments> fragments[2];

@@ -147,7 +147,7 @@ def test_after_a_long_context_a_few_rounds_are_timed_where_width_costs_little(ma
     for depth in DEPTHS:
         found = measured.after(depth)
         for kind, widths in ((found.chains, (0, 1, 7)), (found.trees, (0, 1, 7, 15, 31))):
-            assert kind.deeper[depth].keys() == {0, 7, *((15,) if kind.places else ())}
+            assert kind.deeper[depth].keys() == {0, 7, *((15, 31) if kind.places else ())}
             for width in widths:
                 expected = seconds(width, branches=kind.places > 0, waits=False, depth=depth)
                 assert kind.round(width) == pytest.approx(expected)

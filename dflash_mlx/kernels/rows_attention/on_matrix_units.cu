@@ -1,12 +1,14 @@
 // Attention of a few rows over a cache on the matrix units: the body of a CUDA kernel (on_matrix_units.py).
 //
-// A block of threads computes 16 rows of the query heads that share a head of keys, over all positions or, IN_PARTS, over
-// PART of them; what comes out is then put together by put_together.cu. Its warps take turns of KEYS positions
-// each, at places that depend on nothing else, and each keeps its queries and its weighted values in registers. Keys and
-// values come from memory the way the matrix units want them: a lane reads numbers that lie side by side, since the order
-// in which places are added is free, if both factors agree on it. multiply_accumulate is in the header (matrix_units.cu).
+// A block of threads computes 16 rows of the query heads that share a head of keys, over all positions or, IN_PARTS,
+// over PART of them; put_together.cu then puts the parts together. Its warps take turns of KEYS positions each, at
+// places that depend on nothing else, and each keeps its queries and its weighted values in registers. Keys and values
+// come from memory the way the matrix units want them: a lane reads numbers that lie side by side, since the order in
+// which places are added is free, if both factors agree on it. What the GPU does itself is in the header
+// (matrix_units.cu).
 
-constexpr float NEVER = -3e38f;
+// The highest score of a row that has seen nothing yet, and the score of a position that is not seen.
+constexpr float NEVER = -1e38f, HIDDEN = -3e38f;
 constexpr int WARPS = THREADS / 32;
 // Whether a thread has room for keys and values that it needs later: then it asks for them before it computes.
 constexpr bool EARLY = D <= 128;
@@ -46,27 +48,16 @@ auto word = [](T first, T second) {
 
 const T* keys = k + answer * k_strides[0] + group * k_strides[1];
 const T* values = v + answer * v_strides[0] + group * v_strides[1];
-const bool keys_lie = k_strides[3] == 1 && k_strides[2] % OF_KEY == 0 && reinterpret_cast<size_t>(keys) % sizeof(Key) == 0;
+const uint32_t key_step = k_strides[2], value_step = v_strides[2];
+const bool keys_lie =
+    k_strides[3] == 1 && key_step % OF_KEY == 0 && reinterpret_cast<size_t>(keys) % sizeof(Key) == 0;
 const bool values_lie =
-    v_strides[3] == 1 && v_strides[2] % OF_VALUE == 0 && reinterpret_cast<size_t>(values) % sizeof(Value) == 0;
-// Numbers that lie otherwise are read one by one, in a loop that takes little room: what a warp runs has to fit into the
-// cache for instructions.
-auto read = [](auto& numbers, const T* from, int64_t step) {
+    v_strides[3] == 1 && value_step % OF_VALUE == 0 && reinterpret_cast<size_t>(values) % sizeof(Value) == 0;
+auto one_by_one = [](auto& numbers, const T* from, int64_t step) {
   T each[sizeof(numbers) / sizeof(T)];
   #pragma unroll 1
   for (int i = 0; i < sizeof(numbers) / sizeof(T); i++) each[i] = from[i * step];
   memcpy(&numbers, each, sizeof(numbers));
-};
-// A position after the last one is not seen; the last one is read in its place.
-auto read_key = [&](Key& key, int n, int d) {
-  const T* from = keys + min(n, length - 1) * k_strides[2] + d * k_strides[3];
-  if (keys_lie) key = *reinterpret_cast<const Key*>(from);
-  else read(key, from, k_strides[3]);
-};
-auto read_value = [&](Value& value, int n, int d) {
-  const T* from = values + min(n, length - 1) * v_strides[2] + d * v_strides[3];
-  if (values_lie) value = *reinterpret_cast<const Value*>(from);
-  else read(value, from, v_strides[3]);
 };
 
 uint32_t queries[D / 16][4];
@@ -93,133 +84,156 @@ float highest[2] = {NEVER, NEVER}, total[2] = {0, 0}, sums[D / 8][4];
 for (int j = 0; j < D / 8; j++)
   for (int i = 0; i < 4; i++) sums[j][i] = 0;
 
-for (int begin = from; begin < until; begin += PART) {
-  const int end = min(begin + PART, until), words = (end - begin + 31) / 32;
-  __syncthreads();
-  for (int i = threadIdx.x % (THREADS / 16); i < words; i += THREADS / 16) {
-    // How many of these 32 positions the row may see.
-    const int n = begin + 32 * i, most = min(last - n + 1, 32);
-    uint32_t bits = most <= 0 ? 0 : most == 32 ? 0xffffffff : (1u << most) - 1;
-    if (kind == MASK && bits != 0) {
-      const bool* from = shown + n * mask_strides[3];
-      uint32_t told = 0;
-      if (most == 32 && mask_strides[3] == 1 && reinterpret_cast<size_t>(from) % 16 == 0) {
-        const Sixteen two[2] = {reinterpret_cast<const Sixteen*>(from)[0], reinterpret_cast<const Sixteen*>(from)[1]};
-        // The lowest bits of four bytes, side by side.
-        for (int j = 0; j < 8; j++) told |= (two[j / 4].at[j % 4] * 0x01020408u >> 24 & 15) << (4 * j);
-      } else {
-        for (int j = 0; j < most; j++) told |= static_cast<uint32_t>(from[j * mask_strides[3]]) << j;
+// Numbers that do not lie side by side are read one by one, in a loop of its own: each warp is at another place of a
+// loop, which is several times as fast where all of it fits into the cache for instructions. The types differ in size
+// only.
+struct Side { char of[1]; };
+struct Apart { char of[2]; };
+auto attend = [&](auto how) {
+  constexpr bool LIE = sizeof(how) == sizeof(Side);
+  // A position after the last one is not seen; the last one is read in its place.
+  auto read_key = [&](Key& key, int n, int d) {
+    const T* from = keys + static_cast<uint32_t>(min(n, length - 1)) * key_step;
+    if constexpr (LIE) key = *reinterpret_cast<const Key*>(from + d);
+    else one_by_one(key, from + d * k_strides[3], k_strides[3]);
+  };
+  auto read_value = [&](Value& value, int n, int d) {
+    const T* from = values + static_cast<uint32_t>(min(n, length - 1)) * value_step;
+    if constexpr (LIE) value = *reinterpret_cast<const Value*>(from + d);
+    else one_by_one(value, from + d * v_strides[3], v_strides[3]);
+  };
+
+  for (int begin = from; begin < until; begin += PART) {
+    const int end = min(begin + PART, until), words = (end - begin + 31) / 32;
+    __syncthreads();
+    for (int i = threadIdx.x % (THREADS / 16); i < words; i += THREADS / 16) {
+      // How many of these 32 positions the row may see.
+      const int n = begin + 32 * i, most = min(last - n + 1, 32);
+      uint32_t bits = most <= 0 ? 0 : most == 32 ? 0xffffffff : (1u << most) - 1;
+      if (kind == MASK && bits != 0) {
+        const bool* from = shown + n * mask_strides[3];
+        uint32_t told = 0;
+        if (most == 32 && mask_strides[3] == 1 && reinterpret_cast<size_t>(from) % 16 == 0) {
+          const Sixteen two[2] = {reinterpret_cast<const Sixteen*>(from)[0], reinterpret_cast<const Sixteen*>(from)[1]};
+          // The lowest bits of four bytes, side by side.
+          for (int j = 0; j < 8; j++) told |= (two[j / 4].at[j % 4] * 0x01020408u >> 24 & 15) << (4 * j);
+        } else {
+          for (int j = 0; j < most; j++) told |= static_cast<uint32_t>(from[j * mask_strides[3]]) << j;
+        }
+        bits &= told;
       }
-      bits &= told;
+      seen[r][i] = bits;
     }
-    seen[r][i] = bits;
-  }
-  __syncthreads();
+    __syncthreads();
 
-  // Which of the positions of a turn a lane's two rows see.
-  auto seen_at = [&](int first, int r) {
-    const uint32_t bits = seen[row + 8 * r][(first - begin) / 32];
-    return KEYS == 32 ? bits : bits >> (first - begin) % 32 & 0xffff;
-  };
-  auto next_turn = [&](int first) {
-    while (first < end && !__any_sync(0xffffffff, (seen_at(first, 0) | seen_at(first, 1)) != 0)) first += KEYS * WARPS;
-    return first;
-  };
-  Key key[KEYS / 8][KEY_READS];
-  auto read_keys = [&](int first) {
-    #pragma unroll
-    for (int t = 0; t < KEYS / 8; t++)
-      #pragma unroll
-      for (int g = 0; g < KEY_READS; g++) read_key(key[t][g], first + 8 * t + row, 4 * OF_KEY * g + OF_KEY * quarter);
-  };
-
-  int first = next_turn(begin + KEYS * warp);
-  if (EARLY && first < end) read_keys(first);
-  while (first < end) {
-    Value value[VALUE_READS][KEYS / 4];
-    auto read_values = [&](int g) {
-      #pragma unroll
-      for (int i = 0; i < KEYS / 4; i++)
-        read_value(value[g][i], first + i / 2 * 8 + 2 * quarter + i % 2, OF_VALUE * (8 * g + row));
+    // Which of the positions of a turn a lane's two rows see.
+    auto seen_at = [&](int first, int r) {
+      const uint32_t bits = seen[row + 8 * r][(first - begin) / 32];
+      return KEYS == 32 ? bits : bits >> (first - begin) % 32 & 0xffff;
     };
-    if (EARLY) {
+    auto next_turn = [&](int first) {
+      while (first < end && !__any_sync(0xffffffff, (seen_at(first, 0) | seen_at(first, 1)) != 0))
+        first += KEYS * WARPS;
+      return first;
+    };
+    Key key[KEYS / 8][KEY_READS];
+    auto read_keys = [&](int first) {
       #pragma unroll
-      for (int g = 0; g < VALUE_READS; g++) read_values(g);
-    } else {
-      read_keys(first);
-    }
-    float scores[KEYS / 8][4];
-    #pragma unroll
-    for (int t = 0; t < KEYS / 8; t++) {
-      for (int i = 0; i < 4; i++) scores[t][i] = 0;
-      #pragma unroll
-      for (int j = 0; j < D / 16; j++) {
-        const T* from = &key[t][j / (OF_KEY / 4)].at[j % (OF_KEY / 4) * 4];
-        const uint32_t right[2] = {word(from[0], from[1]), word(from[2], from[3])};
-        multiply_accumulate<BRAIN>(scores[t], queries[j], right);
-      }
-    }
-    const uint32_t bits[2] = {seen_at(first, 0) >> (2 * quarter), seen_at(first, 1) >> (2 * quarter)};
-    const int next = next_turn(first + KEYS * WARPS);
-    if (EARLY && next < end) read_keys(next);
-
-    // Scores become weights, relative to the highest score so far. Four lanes that follow each other have a row.
-    float top[2] = {highest[0], highest[1]}, weight[2] = {0, 0};
-    #pragma unroll
-    for (int t = 0; t < KEYS / 8; t++)
-      #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        scores[t][i] = bits[i / 2] >> (8 * t + i % 2) & 1 ? scores[t][i] * scale : NEVER;
-        top[i / 2] = max(top[i / 2], scores[t][i]);
-      }
-    #pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2)
-      for (int r = 0; r < 2; r++) top[r] = max(top[r], __shfl_xor_sync(0xffffffff, top[r], distance));
-    #pragma unroll
-    for (int t = 0; t < KEYS / 8; t++)
-      #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        scores[t][i] = scores[t][i] == NEVER ? 0 : exp2f(scores[t][i] - top[i / 2]);
-        weight[i / 2] += scores[t][i];
-      }
-    // Where no row has a new highest score, all would be multiplied by 1.
-    if (__any_sync(0xffffffff, top[0] != highest[0] || top[1] != highest[1])) {
-      const float before[2] = {exp2f(highest[0] - top[0]), exp2f(highest[1] - top[1])};
-      #pragma unroll
-      for (int j = 0; j < D / 8; j++)
-        for (int i = 0; i < 4; i++) sums[j][i] *= before[i / 2];
-      for (int r = 0; r < 2; r++) total[r] *= before[r], highest[r] = top[r];
-    }
-    // The lanes' parts are added at the end.
-    for (int r = 0; r < 2; r++) total[r] += weight[r];
-
-    #pragma unroll
-    for (int s = 0; s < KEYS / 16; s++) {
-      // The units take weights of type T: what that leaves of a weight is multiplied, too.
-      uint32_t large[4], small[4];
-      #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float one = scores[2 * s + i / 2][i % 2 * 2], other = scores[2 * s + i / 2][i % 2 * 2 + 1];
-        const T of_one = static_cast<T>(one), of_other = static_cast<T>(other);
-        large[i] = word(of_one, of_other);
-        small[i] =
-            word(static_cast<T>(one - static_cast<float>(of_one)), static_cast<T>(other - static_cast<float>(of_other)));
-      }
-      #pragma unroll
-      for (int g = 0; g < VALUE_READS; g++) {
-        if (!EARLY) read_values(g);
+      for (int t = 0; t < KEYS / 8; t++)
         #pragma unroll
-        for (int j = 0; j < OF_VALUE; j++) {
-          const Value* of = &value[g][4 * s];
-          const uint32_t right[2] = {word(of[0].at[j], of[1].at[j]), word(of[2].at[j], of[3].at[j])};
-          multiply_accumulate<BRAIN>(sums[g * OF_VALUE + j], large, right);
-          multiply_accumulate<BRAIN>(sums[g * OF_VALUE + j], small, right);
+        for (int g = 0; g < KEY_READS; g++) read_key(key[t][g], first + 8 * t + row, 4 * OF_KEY * g + OF_KEY * quarter);
+    };
+
+    int first = next_turn(begin + KEYS * warp);
+    if (EARLY && first < end) read_keys(first);
+    while (first < end) {
+      Value value[VALUE_READS][KEYS / 4];
+      auto read_values = [&](int g) {
+        #pragma unroll
+        for (int i = 0; i < KEYS / 4; i++)
+          read_value(value[g][i], first + i / 2 * 8 + 2 * quarter + i % 2, OF_VALUE * (8 * g + row));
+      };
+      if (EARLY) {
+        #pragma unroll
+        for (int g = 0; g < VALUE_READS; g++) read_values(g);
+      } else {
+        read_keys(first);
+      }
+      float scores[KEYS / 8][4];
+      #pragma unroll
+      for (int t = 0; t < KEYS / 8; t++) {
+        for (int i = 0; i < 4; i++) scores[t][i] = 0;
+        #pragma unroll
+        for (int j = 0; j < D / 16; j++) {
+          const T* from = &key[t][j / (OF_KEY / 4)].at[j % (OF_KEY / 4) * 4];
+          const uint32_t right[2] = {word(from[0], from[1]), word(from[2], from[3])};
+          multiply_accumulate<BRAIN>(scores[t], queries[j], right);
         }
       }
+      const uint32_t bits[2] = {seen_at(first, 0) >> (2 * quarter), seen_at(first, 1) >> (2 * quarter)};
+      const int next = next_turn(first + KEYS * WARPS);
+      if (EARLY && next < end) read_keys(next);
+
+      // Scores become weights, relative to the highest score so far. Four lanes that follow each other have a row.
+      float top[2] = {highest[0], highest[1]}, weight[2] = {0, 0};
+      #pragma unroll
+      for (int t = 0; t < KEYS / 8; t++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+          scores[t][i] = bits[i / 2] >> (8 * t + i % 2) & 1 ? scores[t][i] * scale : HIDDEN;
+          top[i / 2] = max(top[i / 2], scores[t][i]);
+        }
+      #pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2)
+        for (int r = 0; r < 2; r++) top[r] = max(top[r], __shfl_xor_sync(0xffffffff, top[r], distance));
+      #pragma unroll
+      for (int t = 0; t < KEYS / 8; t++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+          scores[t][i] = power_of_two(scores[t][i] - top[i / 2]);
+          weight[i / 2] += scores[t][i];
+        }
+      // Where no row has a new highest score, all would be multiplied by 1.
+      if (__any_sync(0xffffffff, top[0] != highest[0] || top[1] != highest[1])) {
+        const float before[2] = {power_of_two(highest[0] - top[0]), power_of_two(highest[1] - top[1])};
+        #pragma unroll
+        for (int j = 0; j < D / 8; j++)
+          for (int i = 0; i < 4; i++) sums[j][i] *= before[i / 2];
+        for (int r = 0; r < 2; r++) total[r] *= before[r], highest[r] = top[r];
+      }
+      // The lanes' parts are added at the end.
+      for (int r = 0; r < 2; r++) total[r] += weight[r];
+
+      #pragma unroll
+      for (int s = 0; s < KEYS / 16; s++) {
+        // The units take weights of type T: what that leaves of a weight is multiplied, too.
+        uint32_t large[4], small[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float one = scores[2 * s + i / 2][i % 2 * 2], other = scores[2 * s + i / 2][i % 2 * 2 + 1];
+          const T of_one = static_cast<T>(one), of_other = static_cast<T>(other);
+          large[i] = word(of_one, of_other);
+          const float of_these[2] = {one - static_cast<float>(of_one), other - static_cast<float>(of_other)};
+          small[i] = word(static_cast<T>(of_these[0]), static_cast<T>(of_these[1]));
+        }
+        #pragma unroll
+        for (int g = 0; g < VALUE_READS; g++) {
+          if (!EARLY) read_values(g);
+          #pragma unroll
+          for (int j = 0; j < OF_VALUE; j++) {
+            const Value* of = &value[g][4 * s];
+            const uint32_t right[2] = {word(of[0].at[j], of[1].at[j]), word(of[2].at[j], of[3].at[j])};
+            multiply_accumulate<BRAIN>(sums[g * OF_VALUE + j], large, right);
+            multiply_accumulate<BRAIN>(sums[g * OF_VALUE + j], small, right);
+          }
+        }
+      }
+      first = next;
     }
-    first = next;
   }
-}
+};
+if (keys_lie && values_lie) attend(Side());
+else attend(Apart());
 
 // The lanes' parts, and then the warps', are put together in the same order each time.
 #pragma unroll
@@ -255,7 +269,8 @@ for (int begin = 0; begin < D / 8; begin += TOGETHER) {
     }
     const int d = 8 * OF_VALUE * (j / OF_VALUE) + OF_VALUE * (column % 8) + j % OF_VALUE;
     if (place >= rows * share) continue;
-    const int64_t to = (static_cast<int64_t>(blockIdx.z) * rows + place / share) * heads + group * share + place % share;
+    const int head = group * share + place % share;
+    const int64_t to = (static_cast<int64_t>(blockIdx.z) * rows + place / share) * heads + head;
     if (IN_PARTS) {
       out[to * (D + 2) + d] = static_cast<OUT>(sum);
       if (d == 0) out[to * (D + 2) + D] = static_cast<OUT>(top), out[to * (D + 2) + D + 1] = static_cast<OUT>(weights);
