@@ -134,7 +134,8 @@ def test_sources_as_a_user_writes_them(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("text", ["", "name", "/no/such/folder", "a/b/c", "../x", "owner/na me", "https://x.org/a/b"])
-def test_what_is_neither_folder_nor_hub_id(text: str) -> None:
+def test_what_is_neither_folder_nor_hub_id(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # beside which there is nothing
     with pytest.raises(UsageError, match="expected a model folder or a Hub id"):
         parse_source(text)
 
