@@ -3,8 +3,8 @@
 MLX's exponential works on one number at a time on CPUs other than Apple's: 17 ns each, while a product or a sum takes
 0.2 (2 cores, x86-64). In attention over some hundred positions, and in the feed-forward layers, that is half of all the
 time. Here the exponential is put together from operations that are quick: `exp(x) = 2^n * exp(f)` with |f| < 0.35, a
-polynomial for the second, and the first written into the exponent's bits. It is nearer to the true value than MLX's own
-(8e-8 instead of 8e-7, relative), and three times as fast.
+polynomial for the second, to whose exponent n is added. It is nearer to the true value than MLX's own
+(1.2e-7 instead of 3.8e-6 at the most, relative), and takes a seventh of the time.
 
 Like the kernels for CUDA, these take the place of mlx-lm's functions in single layers (`hooks.renamed`); for float32.
 """
@@ -24,8 +24,8 @@ from dflash_mlx.kernels.attention import Mask, instead_of_ordinary
 from dflash_mlx.kernels.race import take_turns
 from dflash_mlx.rounding import relative_difference
 
-# Added to a number below 2^22 in size, this leaves it rounded in the last bits of the sum, 127 higher: an exponent.
-_ROUND = 12582912.0 + 127
+# Added to a number below 2^22 in size, this leaves it rounded in the last bits of the sum.
+_ROUND = 12582912.0
 # ln 2 in two parts, so that n times the first is exact.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # Of exp(f) = 1 + f + f^2 * (...), the highest power first (Cephes, expf).
@@ -47,11 +47,12 @@ def exponential(x: mx.array) -> mx.array:
     shifted = x * 1.4426950408889634 + _ROUND
     n = shifted - _ROUND
     f = x - n * _LN2_HIGH - n * _LN2_LOW
-    p = f * _POLYNOMIAL[0] + _POLYNOMIAL[1]
-    for coefficient in _POLYNOMIAL[2:]:
-        p = p * f + coefficient
-    power = mx.view(mx.view(shifted, mx.int32) << 23, mx.float32)
-    return (p * (f * f) + f + 1.0) * power
+    squared, (a, b, c, d, e, g) = f * f, _POLYNOMIAL
+    # In pairs: MLX compiles what is not nested too deeply into one loop.
+    p = (e * f + g) + squared * ((c * f + d) + squared * (a * f + b))
+    # n is added to the exponent of a number between 0.7 and 1.42.
+    bits = mx.view((f + 1.0) + squared * p, mx.int32) + (mx.view(shifted, mx.int32) << 23)
+    return mx.view(bits, mx.float32)
 
 
 @mx.compile
