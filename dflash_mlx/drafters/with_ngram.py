@@ -88,7 +88,7 @@ class WithNgramState:
         return self._kept_of(writer).told(self.text.lookup(writer), self._places)
 
     def _prefers_text(self, writer: Writer) -> bool:
-        return self._kept_of(writer).prefers(self.text.lookup(writer), self._places)
+        return self.told(writer) > 0.0
 
     def _kept_of(self, writer: Writer) -> "_Kept":
         return self._kept.setdefault(writer, _Kept())
@@ -172,12 +172,8 @@ class _Kept:
     def honesty(self) -> float:
         return min(self._kept / self._told, 1.0)
 
-    def prefers(self, lookup: Lookup, places: int) -> bool:
-        """Whether more of `places` drafts are expected to be kept if the text drafts them."""
-        return self.told(lookup, places) > 0.0
-
     def told(self, lookup: Lookup, places: int) -> float:
-        """How many of the text's drafts are expected to be kept; 0 where the drafter is preferred."""
+        """How many of the text's `places` drafts are expected to be kept; 0 where more of the drafter's are."""
         self._note(lookup)
         self._promise, self._equal = lookup.promise(places), lookup.length
         told = self._promise * self.honesty

@@ -79,7 +79,7 @@ def _over(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mas
             ("D", head_dim),
             *constants,
         ],
-        grid=(tiles * _THREADS, groups, batch * max(parts, 1)),
+        grid=(tiles * _THREADS, groups, batch * (parts or 1)),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(batch, parts or 1, rows * heads, head_dim + (2 if parts else 0))],
         output_dtypes=[gives],
