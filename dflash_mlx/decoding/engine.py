@@ -135,7 +135,8 @@ class Engine:
             choice = self._lone.policy.next_round(may_branch=self._may_branch(self._lone), told=told)
         else:
             choice = self._shared.next_round(len(self._batch.rows))
-        return replace(choice, places=self._fitting(choice.places, most))
+        places = self._fitting(choice.places, most)
+        return choice if places == choice.places else replace(choice, places=places)
 
     def _fitting(self, places: int, most: int) -> int:
         """No more places than tokens are wanted, unless another width would have to be written down and compiled."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +45,11 @@ class Forecast:
     @classmethod
     def of_chain(cls, best: np.ndarray, scale: float) -> "Forecast":
         return cls(best, np.cumprod(np.minimum(best * scale, SUREST)))
+
+    @cached_property
+    def tokens(self) -> list[float]:
+        """What rounds of the first 0, 1, 2, ... N of these drafts are expected to gain, with the target's own token."""
+        return list(accumulate(self.chances.tolist(), initial=1.0))
 
     def promised(self, reached: int) -> float:
         """How many drafts of a chain would be kept, given that so many of its places were reached."""

@@ -162,9 +162,10 @@ class _Kept:
     def __init__(self) -> None:
         self.mean = _FIRST_KEPT
         self._kept = self._told = _FIRST_TOLD
-        # The text's length when it was last looked at, what it promised then and how much of it was equal.
-        self._length = 0
-        self._promise, self._equal = 0.0, 0
+        # The text's length when it was last looked at; what it promised then, how much of it was equal, and what of the
+        # promise was told.
+        self._length = self._equal = 0
+        self._promise = self._said = 0.0
         # What the round that was begun then verifies.
         self._drafts: Literal["text", "drafter", None] = None
 
@@ -174,17 +175,16 @@ class _Kept:
 
     def told(self, lookup: Lookup, places: int) -> float:
         """How many of the text's `places` drafts are expected to be kept; 0 where more of the drafter's are."""
-        self._note(lookup)
-        self._promise, self._equal = lookup.promise(places), lookup.length
-        told = self._promise * self.honesty
-        return told if 1 + told > _MARGIN * (1 + self.mean) else 0.0
+        grown = len(lookup.tokens) - self._length
+        if grown:
+            self._note(lookup, grown)
+            self._length, self._promise, self._equal = len(lookup.tokens), lookup.promise(places), lookup.length
+            told = self._promise * self.honesty
+            self._said = told if 1 + told > _MARGIN * (1 + self.mean) else 0.0
+        return self._said
 
-    def _note(self, lookup: Lookup) -> None:
+    def _note(self, lookup: Lookup, grown: int) -> None:
         """What has come since the last time: the drafts kept, and the target's own token."""
-        length = len(lookup.tokens)
-        grown, self._length = length - self._length, length
-        if grown <= 0:
-            return
         if self._drafts == "drafter":
             self.mean = _FADE * self.mean + (1 - _FADE) * (grown - 1)
         elif self._drafts == "text" and lookup.length < self._equal + grown:

@@ -1,6 +1,6 @@
 """Each round's own drafts, by the drafter's confidence in them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Confidence:
     kept: float = _PRIOR_DRAFTS
     promised: float = _PRIOR_DRAFTS
     values: np.ndarray | None = None
-    tokens: np.ndarray | None = None
+    tokens: list[float] = field(default_factory=list)
 
     @property
     def calibration(self) -> float:
@@ -40,11 +40,10 @@ class Confidence:
         self.kept = FADE * self.kept + kept
         self.promised = FADE * self.promised + promised
 
-    def weigh_sizes(self, tokens: np.ndarray) -> None:
+    def weigh_sizes(self, tokens: list[float]) -> None:
         """Note what trees of each size would have promised in a round."""
-        if self.tokens is None or len(self.tokens) != len(tokens):
-            self.tokens = tokens
-        self.tokens = FADE * self.tokens + (1 - FADE) * tokens
+        before = self.tokens if len(self.tokens) == len(tokens) else tokens
+        self.tokens = [FADE * so_far + (1 - FADE) * now for so_far, now in zip(before, tokens, strict=True)]
 
 
 class ConfidentWidth:
@@ -75,7 +74,7 @@ class ConfidentWidth:
         self.pauses = Pauses(patience)
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
-        if self.pauses.take_rest(self.costs.worth(told, self.places)):
+        if self.pauses.take_rest(lambda: self.costs.worth(told, self.places)):
             places = 0
         else:
             # What can be told before it is drafted takes no time to draft.

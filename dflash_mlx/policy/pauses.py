@@ -1,5 +1,6 @@
 """Resting from drafting where it does not pay."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 # The time drafting may lose, in plain steps, before it pauses, and the pauses' lengths in tokens.
@@ -109,12 +110,12 @@ class Pauses:
                     f"drafting paused for {self.resting} tokens: lately no draft was likely to be worth its time"
                 )
 
-    def take_rest(self, worth: float = 0.0) -> bool:
+    def take_rest(self, worth: Callable[[], float] = lambda: 0.0) -> bool:
         """Whether the next round should be a plain one.
 
         worth: how many times as fast as plain decoding it will be, as far as that can be told before it is drafted.
         """
-        if self.resting > 0 and worth < _PAYS:
+        if self.resting > 0 and worth() < _PAYS:
             self.resting -= 1
             return True
         return False

@@ -6,6 +6,7 @@ was measured. While chains are used, nothing is known of trees, so now and then 
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -72,33 +73,39 @@ class Comparison:
     """
 
     seconds: float = 0.0
-    chain_seconds: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    chain_seconds: list[float] = field(default_factory=list)
     gained: float = _PRIOR_TOKENS
     promised: float = _PRIOR_TOKENS
     chain_gained: float = _PRIOR_TOKENS
     chain_promised: float = _PRIOR_TOKENS
 
-    def add(self, round: Observation, calibration: float, seconds: float, chains: np.ndarray) -> None:
+    def add(self, round: Observation, calibration: float, seconds: float, chains: Sequence[float]) -> None:
         """A round of trees, which takes so many `seconds`; chains: those of rounds of 0, 1, 2, ... drafts."""
+        # Numbers, not arrays: these are few, and on a fast GPU rounds wait for this.
         forecast = round.forecast
         assert forecast is not None
-        tokens = 1.0 + float(forecast.chances[: round.width].sum())
-        chain = np.ones(len(chains))
-        places = min(len(forecast.best), len(chains) - 1)
-        chain[1 : places + 1] += np.cumsum(np.cumprod(np.minimum(forecast.best[:places] * calibration, 1.0)))
-        chain[places + 1 :] = chain[places]
+        tokens = forecast.tokens[min(round.width, len(forecast.chances))]
+        chain, survival = [1.0], 1.0
+        for chance in forecast.best[: len(chains) - 1].tolist():
+            survival *= min(chance * calibration, 1.0)
+            chain.append(chain[-1] + survival)
+        chain_promised = chain[min(round.depth, len(chain) - 1)]
+        chain += [chain[-1]] * (len(chains) - len(chain))
+        before = self.chain_seconds or [0.0] * len(chains)
         self.seconds = FADE * self.seconds + seconds
-        self.chain_seconds = FADE * self.chain_seconds + tokens / chain * chains
+        self.chain_seconds = [
+            FADE * so_far + tokens / kept * took for so_far, kept, took in zip(before, chain, chains, strict=True)
+        ]
         self.gained = _SLOW_FADE * self.gained + round.num_accepted + 1
         self.promised = _SLOW_FADE * self.promised + tokens
         self.chain_gained = _SLOW_FADE * self.chain_gained + round.firsts + 1
-        self.chain_promised = _SLOW_FADE * self.chain_promised + chain[min(round.depth, places)]
+        self.chain_promised = _SLOW_FADE * self.chain_promised + chain_promised
 
     @property
     def lead(self) -> float:
         """How many times as fast trees are as chains of the best width."""
         kept, kept_of_chains = self.gained / self.promised, self.chain_gained / self.chain_promised
-        return float(self.chain_seconds[1:].min()) / self.seconds * kept / kept_of_chains
+        return min(self.chain_seconds[1:]) / self.seconds * kept / kept_of_chains
 
 
 @dataclass
@@ -158,14 +165,14 @@ class SteadyTree:
         while len(self.sizes) > 1 and costs.round(self.sizes[-1]) > _TOO_MUCH * costs.round(self.sizes[-2]):
             self.sizes.pop()
         # Ratios matter, and drift is common to all.
-        self.seconds = np.array([costs.round(size) for size in self.sizes])
+        self.seconds = {size: costs.round(size) for size in self.sizes}
         # The one nearest to a chain's, until something is known.
         self.size = min(self.sizes, key=lambda size: abs(size - places))
         self.pauses = Pauses()
         self._settle()
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
-        places = 0 if self.pauses.take_rest(self.costs.worth(told, self.size)) else self.places
+        places = 0 if self.pauses.take_rest(lambda: self.costs.worth(told, self.size)) else self.places
         return Choice(places, tree=self.sizes[-1], scale=self.confidence.calibration, width=self.size)
 
     def choose(self, forecast: Forecast) -> int:
@@ -179,16 +186,21 @@ class SteadyTree:
         self.confidence.observe(round.num_accepted, round.promised)
         self.pauses.observe(round.num_accepted + 1, self.costs.round(round.width), self.costs.plain)
         if round.branched:
-            kept = np.cumsum(round.forecast.chances)
-            self.confidence.weigh_sizes(1.0 + kept[np.minimum(self.sizes, len(kept)) - 1])
+            tokens = round.forecast.tokens
+            self.confidence.weigh_sizes([tokens[min(size, len(tokens) - 1)] for size in self.sizes])
             self._settle()
+
+    def seconds_of(self, width: int) -> float:
+        """What a round takes, drift left out. At an answer's end a tree may have fewer drafts than was chosen."""
+        found = self.seconds.get(width)
+        return found if found is not None else float(np.interp(width, self.sizes, list(self.seconds.values())))
 
     def _settle(self) -> None:
         """Take the size that promises most."""
         tokens = self.confidence.tokens
-        if tokens is None or len(tokens) != len(self.sizes):
-            return
-        self.size = self.sizes[int(np.argmax(tokens / self.seconds))]
+        if len(tokens) == len(self.sizes):
+            speeds = {size: kept / self.seconds[size] for size, kept in zip(self.sizes, tokens, strict=True)}
+            self.size = max(speeds, key=speeds.__getitem__)
 
     def take_notice(self) -> str | None:
         notice, self.pauses.notice = self.pauses.notice, None
@@ -206,7 +218,7 @@ class TreesOrChains:
         self.experience = experience
         # Rounds of trees since the last change, or the beginning.
         self._looked = 0
-        self._seconds_of_chains = np.array([chains.round(width) for width in range(places + 1)])
+        self._seconds_of_chains = [chains.round(width) for width in range(places + 1)]
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         policy: WidthPolicy = self.chains if self.experience.chains or not may_branch else self.trees
@@ -221,8 +233,8 @@ class TreesOrChains:
         of_tree = round.forecast is not None or (round.drafted == 0 and not now.chains)
         policy: WidthPolicy = self.trees if of_tree else self.chains
         if round.branched:
-            seconds = float(np.interp(round.width, self.trees.sizes, self.trees.seconds))
-            now.comparison.add(round, self.trees.confidence.calibration, seconds, self._seconds_of_chains)
+            calibration, seconds = self.trees.confidence.calibration, self.trees.seconds_of(round.width)
+            now.comparison.add(round, calibration, seconds, self._seconds_of_chains)
             self._looked += 1
         policy.observe(round)
         if round.drafted == 0:

@@ -14,7 +14,7 @@ again later.
 
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from dflash_mlx.decoding.policies import Choice, Forecast, Observation
 from dflash_mlx.policy.pauses import Patience, Pauses
@@ -92,6 +92,8 @@ class RoundCosts:
     deeper: dict[int, dict[int, float]] = field(default_factory=dict)
     depth: int = SHALLOW
     drift: Drift = field(default_factory=Drift)
+    # What is known of rounds of each width after longer contexts (`_longer`). Several are asked for in every round.
+    _lines: dict[int, list[tuple[int, float]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def round(self, width: int, *, drafted: int | None = None) -> float:
         """A round that verifies `width` drafts of `drafted` places (as many as when it was measured, when None)."""
@@ -125,14 +127,20 @@ class RoundCosts:
         """What a round takes longer than after a short context."""
         if not self.deeper or self.depth <= SHALLOW:
             return 0.0
-        before, less = SHALLOW, 0.0
-        for after, table in sorted(self.deeper.items()):
-            longer = {at: seconds - _interpolate(self.round_seconds, at) for at, seconds in table.items()}
-            more = max(less, _interpolate(longer, width))
+        line = self._lines.get(width) or self._lines.setdefault(width, self._longer(width))
+        for (before, less), (after, more) in pairwise(line):
             if self.depth <= after:
                 return less + (more - less) * (self.depth - before) / (after - before)
-            before, less = after, more
-        return less * (self.depth - SHALLOW) / (before - SHALLOW)
+        after, more = line[-1]
+        return more * (self.depth - SHALLOW) / (after - SHALLOW)
+
+    def _longer(self, width: int) -> list[tuple[int, float]]:
+        """The same at the lengths of context that were measured. It never falls."""
+        line = [(SHALLOW, 0.0)]
+        for depth, table in sorted(self.deeper.items()):
+            longer = {at: seconds - _interpolate(self.round_seconds, at) for at, seconds in table.items()}
+            line.append((depth, max(line[-1][1], _interpolate(longer, width))))
+        return line
 
 
 def _interpolate(table: dict[int, float], width: int) -> float:
@@ -213,7 +221,7 @@ class SteadyWidth:
         self.width = max(speeds, key=lambda width: speeds[width])
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
-        rests = self.pauses.take_rest(self.costs.worth(told, self.width))
+        rests = self.pauses.take_rest(lambda: self.costs.worth(told, self.width))
         return Choice(0 if rests else self.width, width=self.width)
 
     def choose(self, forecast: Forecast) -> int:

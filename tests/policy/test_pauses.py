@@ -125,8 +125,8 @@ def test_the_next_answer_has_less_patience_until_drafting_pays(plain):
 def test_a_pause_is_interrupted_by_drafts_that_are_known_to_pay():
     pauses = Pauses()
     play(pauses, [(1, 50)], 1.0)
-    assert pauses.take_rest(1.19)
-    assert not pauses.take_rest(1.2)
+    assert pauses.take_rest(lambda: 1.19)
+    assert not pauses.take_rest(lambda: 1.2)
     assert [pauses.take_rest() for _ in range(32)] == [True] * 31 + [False]
 
 
