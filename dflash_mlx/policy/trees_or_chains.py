@@ -6,7 +6,7 @@ was measured. While chains are used, nothing is known of trees, so now and then 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -64,8 +64,8 @@ class PairCosts:
 class Comparison:
     """Rounds of trees compared with chains of the same drafts, in decayed sums.
 
-    seconds: of trees; chain_seconds: what chains of 0, 1, 2, ... drafts would need for the same tokens, as promised by
-    the drafter's probabilities. Not what chains would gain in as many rounds as trees: where the drafter is unsure
+    seconds: of trees; chain_seconds: what chains would need for the same tokens, by their width, as promised by the
+    drafter's probabilities. Not what chains would gain in as many rounds as trees: where the drafter is unsure
     chains stop more often, and so would make more of their rounds there.
 
     gained, promised: tokens of trees by their outcome, and what was promised of them; chain_gained, chain_promised:
@@ -73,39 +73,36 @@ class Comparison:
     """
 
     seconds: float = 0.0
-    chain_seconds: list[float] = field(default_factory=list)
+    chain_seconds: dict[int, float] = field(default_factory=dict)
     gained: float = _PRIOR_TOKENS
     promised: float = _PRIOR_TOKENS
     chain_gained: float = _PRIOR_TOKENS
     chain_promised: float = _PRIOR_TOKENS
 
-    def add(self, round: Observation, calibration: float, seconds: float, chains: Sequence[float]) -> None:
-        """A round of trees, which takes so many `seconds`; chains: those of rounds of 0, 1, 2, ... drafts."""
+    def add(self, round: Observation, calibration: float, seconds: float, chains: Mapping[int, float]) -> None:
+        """A round of trees, which takes so many `seconds`; chains: those of rounds of chains, by their width."""
         # Numbers, not arrays: these are few, and on a fast GPU rounds wait for this.
         forecast = round.forecast
         assert forecast is not None
         tokens = forecast.tokens[min(round.width, len(forecast.chances))]
         chain, survival = [1.0], 1.0
-        for chance in forecast.best[: len(chains) - 1].tolist():
+        for chance in forecast.best.tolist():
             survival *= min(chance * calibration, 1.0)
             chain.append(chain[-1] + survival)
-        chain_promised = chain[min(round.depth, len(chain) - 1)]
-        chain += [chain[-1]] * (len(chains) - len(chain))
-        before = self.chain_seconds or [0.0] * len(chains)
         self.seconds = FADE * self.seconds + seconds
-        self.chain_seconds = [
-            FADE * so_far + tokens / kept * took for so_far, kept, took in zip(before, chain, chains, strict=True)
-        ]
+        for width, took in chains.items():
+            rounds = tokens / chain[min(width, len(chain) - 1)]
+            self.chain_seconds[width] = FADE * self.chain_seconds.get(width, 0.0) + rounds * took
         self.gained = _SLOW_FADE * self.gained + round.num_accepted + 1
         self.promised = _SLOW_FADE * self.promised + tokens
         self.chain_gained = _SLOW_FADE * self.chain_gained + round.firsts + 1
-        self.chain_promised = _SLOW_FADE * self.chain_promised + chain_promised
+        self.chain_promised = _SLOW_FADE * self.chain_promised + chain[min(round.depth, len(chain) - 1)]
 
     @property
     def lead(self) -> float:
         """How many times as fast trees are as chains of the best width."""
         kept, kept_of_chains = self.gained / self.promised, self.chain_gained / self.chain_promised
-        return min(self.chain_seconds[1:]) / self.seconds * kept / kept_of_chains
+        return min(self.chain_seconds.values()) / self.seconds * kept / kept_of_chains
 
 
 @dataclass
@@ -218,7 +215,7 @@ class TreesOrChains:
         self.experience = experience
         # Rounds of trees since the last change, or the beginning.
         self._looked = 0
-        self._seconds_of_chains = [chains.round(width) for width in range(places + 1)]
+        self._seconds_of_chains = {width: chains.round(width) for width in self.chains.widths}
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         policy: WidthPolicy = self.chains if self.experience.chains or not may_branch else self.trees

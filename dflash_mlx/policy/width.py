@@ -217,6 +217,7 @@ class SteadyWidth:
         # What an earlier answer taught is a hint about this one, not knowledge.
         self.estimate.fade(0.2)
         self.pauses = Pauses(patience)
+        self.widths = sorted({min(width, widest) for width in FEW_WIDTHS})
         speeds = self._speeds()
         self.width = max(speeds, key=lambda width: speeds[width])
 
@@ -246,5 +247,4 @@ class SteadyWidth:
     def _speeds(self) -> dict[int, float]:
         """Expected tokens a second by width."""
         expected = self.estimate.expected_tokens(self.widest)
-        widths = sorted({min(width, self.widest) for width in FEW_WIDTHS})
-        return {width: expected[width] / self.costs.round(width) for width in widths}
+        return {width: expected[width] / self.costs.round(width) for width in self.widths}
