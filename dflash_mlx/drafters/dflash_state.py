@@ -1,6 +1,7 @@
 """A DFlash drafter at work on a batch of answers."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -131,7 +132,7 @@ class DFlashState(RowState):
         return Drafted(tokens, logits)
 
     def _masks(self, anchors: mx.array, places: int) -> mx.array:
-        return mx.full((anchors.shape[0], places), self.drafter.config.mask_token_id, dtype=mx.uint32)
+        return _masks(anchors.shape[0], places, self.drafter.config.mask_token_id)
 
     def draft(self, anchors: mx.array, at: mx.array, drafts: mx.array, *, room: int) -> tuple[mx.array, mx.array]:
         """What the drafter says of the places after the anchors: logits (B, W, n) and hidden states (B, W, D).
@@ -144,6 +145,14 @@ class DFlashState(RowState):
         block = mx.concatenate([anchors.astype(mx.uint32)[:, None], drafts], axis=1)
         logits, hidden = self._passes.draft(self.rows, block)
         return logits, hidden
+
+
+@cache
+def _masks(rows: int, places: int, token: int) -> mx.array:
+    """Mask tokens, (rows, places), the same array each time: most rounds draft as many places as the one before."""
+    masks = mx.full((rows, places), token, dtype=mx.uint32)
+    mx.eval(masks)
+    return masks
 
 
 class _Passes:

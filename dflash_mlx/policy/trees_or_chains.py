@@ -170,7 +170,9 @@ class SteadyTree:
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         places = 0 if self.pauses.take_rest(lambda: self.costs.worth(told, self.size)) else self.places
-        return Choice(places, tree=self.sizes[-1], scale=self.confidence.calibration, width=self.size)
+        # In hundredths, so that few scales come up: a GPU is handed each but once.
+        scale = max(round(self.confidence.calibration, 2), 0.01)
+        return Choice(places, tree=self.sizes[-1], scale=scale, width=self.size)
 
     def choose(self, forecast: Forecast) -> int:
         return self.size

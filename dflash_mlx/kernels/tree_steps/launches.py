@@ -5,7 +5,7 @@ millisecond of a round there. On a Mac such a round takes many times as long, an
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -48,8 +48,7 @@ def find(token_ids: mx.array, log_probs: mx.array, size: int, log_scale: float) 
     places, branches = log_probs.shape
     if max(places * size, _likely_pairs(size, branches).shape[0]) > _MOST_PATHS:
         return plain.find(token_ids, log_probs, size, log_scale)
-    settings = mx.array([log_scale, LEAST, _LOG_SUREST])
-    candidates, parents, said = _replayed(_find, size)(token_ids, log_probs, settings)
+    candidates, parents, said = _replayed(_find, size)(token_ids, log_probs, _limits(log_scale))
     return (candidates, parents), said
 
 
@@ -63,6 +62,15 @@ def _find(token_ids: mx.array, log_probs: mx.array, settings: mx.array, size: in
         output_shapes=[(size,), (size,), (2 * places + size,)],
         output_dtypes=[mx.int32, mx.int32, mx.uint32],
     )
+
+
+@lru_cache(maxsize=256)
+def _limits(log_scale: float) -> mx.array:
+    """What `find` adds to logarithms, and their limits after that. To hand new numbers to a GPU takes as long as ten
+    launches, so the same array is used again; few scales come up (`policy.trees_or_chains`)."""
+    array = mx.array([log_scale, LEAST, _LOG_SUREST])
+    mx.eval(array)
+    return array
 
 
 @cache
