@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.hooks import subclassed
-from dflash_mlx.kernels.sources import source
+from dflash_mlx.kernels.sources import included
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
 _TYPES = (mx.float16, mx.bfloat16)
@@ -181,7 +181,7 @@ def _kernel(count: int) -> Any:
         input_names=["x", *matrices],
         output_names=products,
         source="".join(f"{name}[] = {{{', '.join(items)}}};\n" for name, items in lists.items())
-        + source("few_rows_linear.cu"),
-        header=source("matrix_units.cu"),
+        + included("few_rows_linear.cu", ["x", *matrices]),
+        header=included("matrix_units.cu"),
         ensure_row_contiguous=True,
     )

@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from dflash_mlx.kernels.sources import source
+from dflash_mlx.kernels.sources import included, source
 from dflash_mlx.runtime import backend
 
 # More rows than this are computed better by MLX's kernels, which have tiles of 32.
 MOST_ROWS = 32
+_INPUTS = ["x", "w", "scales", "biases"]
 
 
 class Matrix(NamedTuple):
@@ -93,18 +94,15 @@ def multiply(
 
 @cache
 def _metal_kernel() -> Any:
-    return mx.fast.metal_kernel(**_kernel("kernel.metal"))
+    return mx.fast.metal_kernel(**_kernel(source("quantized_rows/kernel.metal")))
 
 
 @cache
 def _cuda_kernel() -> Any:
-    return mx.fast.cuda_kernel(**_kernel("kernel.cu"), header=source("matrix_units.cu"))
+    return mx.fast.cuda_kernel(
+        **_kernel(included("quantized_rows/kernel.cu", _INPUTS)), header=included("matrix_units.cu")
+    )
 
 
-def _kernel(file: str) -> dict[str, Any]:
-    return {
-        "name": "dflash_quantized_rows",
-        "input_names": ["x", "w", "scales", "biases"],
-        "output_names": ["y"],
-        "source": source(f"quantized_rows/{file}"),
-    }
+def _kernel(text: str) -> dict[str, Any]:
+    return {"name": "dflash_quantized_rows", "input_names": _INPUTS, "output_names": ["y"], "source": text}

@@ -14,7 +14,7 @@ import numpy as np
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from dflash_mlx import tree_steps as plain
-from dflash_mlx.kernels.sources import source
+from dflash_mlx.kernels.sources import included
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.tree_steps import LEAST, NOWHERE, SUREST, Found, TreeSteps, Walk
 
@@ -265,7 +265,7 @@ def _kernel(step: str) -> Any:
         name=f"dflash_tree_{step}",
         input_names=inputs,
         output_names=outputs,
-        source=source(f"tree_steps/{step}.cu"),
+        source=included(f"tree_steps/{step}.cu", inputs),
         ensure_row_contiguous=step != "rotate",
     )
 
