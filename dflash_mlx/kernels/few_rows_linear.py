@@ -18,6 +18,7 @@ import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.hooks import subclassed
+from dflash_mlx.kernels.cuda_modules import cuda_kernel
 from dflash_mlx.kernels.sources import included
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
@@ -176,7 +177,7 @@ def _kernel(count: int) -> Any:
         "const T* const matrices": matrices,
         "T* const products": products,
     }
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name=f"dflash_few_rows_{count}_products",
         input_names=["x", *matrices],
         output_names=products,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from dflash_mlx.kernels.cuda_modules import cuda_kernel
 from dflash_mlx.kernels.sources import included, source
 from dflash_mlx.runtime import backend
 
@@ -99,9 +100,7 @@ def _metal_kernel() -> Any:
 
 @cache
 def _cuda_kernel() -> Any:
-    return mx.fast.cuda_kernel(
-        **_kernel(included("quantized_rows/kernel.cu", _INPUTS)), header=included("matrix_units.cu")
-    )
+    return cuda_kernel(**_kernel(included("quantized_rows/kernel.cu", _INPUTS)), header=included("matrix_units.cu"))
 
 
 def _kernel(text: str) -> dict[str, Any]:

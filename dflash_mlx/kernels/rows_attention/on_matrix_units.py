@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.kernels.attention import Mask
+from dflash_mlx.kernels.cuda_modules import cuda_kernel
 from dflash_mlx.kernels.rows_attention.masks import KINDS, settings_and_mask
 from dflash_mlx.kernels.sources import included
 
@@ -90,7 +91,7 @@ def _over(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mas
 @cache
 def _kernel() -> Any:
     inputs = ["q", "k", "v", "settings", "mask"]
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name="dflash_attention_on_matrix_units",
         input_names=inputs,
         output_names=["out"],
@@ -103,7 +104,7 @@ def _kernel() -> Any:
 
 @cache
 def _putting_together() -> Any:
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name="dflash_attention_put_together",
         input_names=["parts"],
         output_names=["out"],

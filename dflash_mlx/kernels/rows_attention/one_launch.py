@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.kernels.attention import Mask
+from dflash_mlx.kernels.cuda_modules import cuda_kernel
 from dflash_mlx.kernels.rows_attention.masks import KINDS, settings_and_mask
 from dflash_mlx.kernels.sources import included
 
@@ -62,7 +63,7 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
 @cache
 def _kernel() -> Any:
     inputs = ["q", "k", "v", "settings", "mask"]
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name="dflash_few_rows_attention",
         input_names=inputs,
         output_names=["out"],

@@ -14,6 +14,7 @@ import numpy as np
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from dflash_mlx import tree_steps as plain
+from dflash_mlx.kernels.cuda_modules import cuda_kernel
 from dflash_mlx.kernels.sources import included
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.tree_steps import LEAST, NOWHERE, SUREST, Found, TreeSteps, Walk
@@ -261,7 +262,7 @@ _NAMES = {
 @cache
 def _kernel(step: str) -> Any:
     inputs, outputs = _NAMES[step]
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name=f"dflash_tree_{step}",
         input_names=inputs,
         output_names=outputs,

@@ -1,0 +1,125 @@
+"""CUDA kernels that are compiled once: what MLX looks for, and what is put there."""
+
+import shutil
+import subprocess
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from dflash_mlx import runtime
+from dflash_mlx.kernels import cuda_modules
+from dflash_mlx.kernels.cuda_modules import Text, cuda_kernel, modules_folder, provide, std_hash
+
+COPY = "uint i = cooperative_groups::this_grid().thread_rank(); if (i < 9216) out[i] = x[i];"
+PLAIN = Text("p1", ["x"], ["out"], COPY, "", [(mx.bfloat16, True)], [], [mx.bfloat16])
+CONSTANTS = [("T", mx.float16), ("THREADS", 256), ("BRAIN", False)]
+SCALED = Text(
+    "scaled",
+    ["x", "by"],
+    ["out", "sums"],
+    "use(x_shape[0], x_strides[1], by_shape);",
+    "#include <header>\n",
+    [(mx.float16, True), (mx.int32, False)],
+    CONSTANTS,
+    [mx.float16, mx.uint32],
+)
+
+
+def test_the_name_of_a_module():
+    # That of this kernel in a message of MLX 0.32.4.
+    assert PLAIN.module == "custom_kernel_p1_6cefac6e7e014994"
+    assert SCALED.module.startswith("custom_kernel_scaled_float16_t_256_f_")
+    assert SCALED.module != replace(SCALED, source=SCALED.source + " ").module
+
+
+def test_the_text_of_a_kernel():
+    assert SCALED.after("BEFORE\n", "void f") == (
+        "BEFORE\n#include <header>\nvoid f(\n"
+        "    const __half* x,\n    const __grid_constant__ Shape x_shape,\n"
+        "    const __grid_constant__ Strides x_strides,\n    const int32_t* by,\n"
+        "    __half* out,\n    uint32_t* sums) {\n"
+        "  using T = __half;\n  constexpr int THREADS = 256;\n  constexpr bool BRAIN = false;\n\n"
+        "use(x_shape[0], x_strides[1], by_shape);\n}\n\n} // namespace mlx::core::cu\n"
+    )
+    assert "utils.cuh" not in SCALED.light
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="asks GCC's library")
+def test_the_hash_is_that_of_gcc(tmp_path):
+    program = tmp_path / "hash.cpp"
+    program.write_text(
+        "#include <cstdio>\n#include <functional>\n#include <string>\n"
+        "int main(int n, char** texts) {\n"
+        '  for (int i = 1; i < n; i++) std::printf("%zu\\n", std::hash<std::string>{}(texts[i]));\n}\n'
+    )
+    subprocess.run(["g++", "-o", tmp_path / "hash", program], check=True)
+    texts = ["", "a", "1234567", "12345678", "123456789", "ü" * 100]
+    told = subprocess.run([tmp_path / "hash", *texts], check=True, capture_output=True, text=True).stdout
+    assert [std_hash(text.encode()) for text in texts] == list(map(int, told.split()))
+
+
+def test_a_kernel_is_put_where_mlx_looks_and_compiled_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "new" / "folder"))
+    asked = []
+
+    def compiler(text):
+        asked.append(text)
+        return b"machine code"
+
+    provide(SCALED, compiler)
+    provide(SCALED, compiler)
+    assert asked == [SCALED.light]
+    files = {file.name: file.read_bytes() for file in modules_folder().iterdir()}
+    names = b"mlx::core::cu::custom_kernel_scaled_float16_t_256_f\tdflash_kernel\n"
+    assert files == {f"{SCALED.module}.ptx": b"machine code", f"{SCALED.module}.txt": names}
+
+
+def test_what_fails_is_left_to_mlx(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    provide(SCALED, lambda text: None)
+    assert list(tmp_path.iterdir()) == []
+
+    def full(*_):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("os.replace", full)
+        provide(SCALED, lambda text: b"machine code")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/dev/null/no/folder")
+    provide(SCALED, lambda text: b"machine code")
+
+
+def test_where_mlx_looks(monkeypatch):
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", "/scratch")
+    assert str(modules_folder()) == f"/scratch/mlx/{runtime.backend().mlx_version}/ptx"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_each_kind_of_a_kernel_is_provided_once(kind, monkeypatch):
+    """And MLX is given the text by whose name it is put there."""
+    given, provided = [], []
+
+    def make(**options):
+        given.append(options["source"])
+        return lambda **call: call["output_dtypes"]
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", make)
+    monkeypatch.setattr(cuda_modules, "backend", lambda: replace(runtime.backend(), kind=kind))
+    monkeypatch.setattr(cuda_modules, "_compiler", lambda: bytes)
+    monkeypatch.setattr(cuda_modules, "_architecture", lambda: "sm_90a")
+    monkeypatch.setattr(cuda_modules, "provide", lambda text, _: provided.append(text))
+    launch = cuda_kernel(name="scaled", input_names=["x", "by"], output_names=["out"], source="x_shape\n")
+    x, by = mx.zeros((2, 3), mx.float16), mx.array(1)
+    for dtype in (mx.float16, mx.float16, mx.float32):
+        call = {"inputs": [x.astype(dtype), by], "template": CONSTANTS, "output_dtypes": [dtype]}
+        assert launch(**call, output_shapes=[(2, 3)]) == [dtype]
+    [source] = given
+    assert "sm_90a" in source
+    expected = [
+        Text("scaled", ["x", "by"], ["out"], source, "", ((dtype, True), (mx.int32, False)), tuple(CONSTANTS), (dtype,))
+        for dtype in (mx.float16, mx.float32)
+    ]
+    assert provided == (expected if kind == "cuda" else [])
