@@ -66,14 +66,14 @@ def remove_leftovers(path: Path) -> None:
                 leftover.unlink()
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all. A new file is readable by the user alone. Raises OSError."""
     remove_leftovers(path)
     temporary = new_temporary(path)
     try:
         handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file, held(temporary):
-            file.write(text)
+        with os.fdopen(handle, "wb") as file, held(temporary):
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, path)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import mlx.core as mx
 
+from dflash_mlx.hub.leftovers import write_atomically
 from dflash_mlx.runtime import backend
 
 # What MLX puts before a kernel.
@@ -147,22 +147,11 @@ def provide(text: Text, compiler: Compiler) -> None:
         if module.exists() or (machine_code := compiler(text.light)) is None:
             return
         module.parent.mkdir(parents=True, exist_ok=True)
-        _write(module.with_suffix(".txt"), f"mlx::core::cu::{text.full_name}\t{_ENTRY}\n".encode())
+        write_atomically(module.with_suffix(".txt"), f"mlx::core::cu::{text.full_name}\t{_ENTRY}\n")
         # The last one, since it is what MLX looks for.
-        _write(module, machine_code)
+        write_atomically(module, machine_code)
     except OSError:
         return  # a folder that cannot be written to, or a full disk
-
-
-def _write(path: Path, data: bytes) -> None:
-    with NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(data)
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def modules_folder() -> Path:
