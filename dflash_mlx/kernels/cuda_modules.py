@@ -7,6 +7,7 @@ machine code, and put where MLX looks. Where anything of that fails, MLX compile
 """
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.hub.leftovers import write_atomically
+from dflash_mlx.kernels.sources import FOLDER, source
 from dflash_mlx.runtime import backend
 
 # What MLX puts before a kernel.
@@ -58,13 +60,29 @@ Compiler = Callable[[str], bytes | None]
 
 
 def cuda_kernel(
-    *, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = "", **options: Any
+    *,
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    file: str,
+    beginning: str = "",
+    header: str | None = None,
+    ensure_row_contiguous: bool = True,
 ) -> Callable[..., list[mx.array]]:
-    """`mx.fast.cuda_kernel`, whose modules are provided for each kind of inputs, constants and outputs."""
+    """`mx.fast.cuda_kernel` of files beside this one, whose modules are provided for each kind of inputs and outputs.
+
+    beginning: of the kernel's body, before the text of `file`.
+    """
     # Another text, and so another module, for another GPU.
-    source = f"{source}// {_architecture()}\n"
+    body = f"{beginning}{included(file, input_names)}// {_architecture()}\n"
+    before = included(header) if header is not None else ""
     launched: Any = mx.fast.cuda_kernel(
-        name=name, input_names=input_names, output_names=output_names, source=source, header=header, **options
+        name=name,
+        input_names=input_names,
+        output_names=output_names,
+        source=body,
+        header=before,
+        ensure_row_contiguous=ensure_row_contiguous,
     )
     provided: set[object] = set()
 
@@ -75,11 +93,23 @@ def cuda_kernel(
         if kinds not in provided:
             provided.add(kinds)
             if backend().kind == "cuda" and (compiler := _compiler()) is not None:
-                provide(Text(name, input_names, output_names, source, header, *kinds), compiler)
+                provide(Text(name, input_names, output_names, body, before, *kinds), compiler)
         found: list[mx.array] = launched(inputs=inputs, template=template, output_dtypes=output_dtypes, **call)
         return found
 
     return launch
+
+
+def included(file: str, inputs: Sequence[str] = ()) -> str:
+    """A line that stands for a file's text.
+
+    MLX computes a hash of a kernel's text for every launch, over a hundred times a round; a line takes no time. It also
+    looks there for what the kernel wants to know of its `inputs`, so that is named, and so is the text.
+    """
+    text = source(file)
+    wanted = [f"{name}_{fact}" for name in inputs for fact in _FACTS if f"{name}_{fact}" in text]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f'#include "{(FOLDER / file).as_posix()}"  // {" ".join([digest, *wanted])}\n'
 
 
 @dataclass(frozen=True)

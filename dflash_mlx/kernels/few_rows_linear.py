@@ -19,7 +19,6 @@ import numpy as np
 
 from dflash_mlx.hooks import subclassed
 from dflash_mlx.kernels.cuda_modules import cuda_kernel
-from dflash_mlx.kernels.sources import included
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
 _TYPES = (mx.float16, mx.bfloat16)
@@ -181,8 +180,7 @@ def _kernel(count: int) -> Any:
         name=f"dflash_few_rows_{count}_products",
         input_names=["x", *matrices],
         output_names=products,
-        source="".join(f"{name}[] = {{{', '.join(items)}}};\n" for name, items in lists.items())
-        + included("few_rows_linear.cu", ["x", *matrices]),
-        header=included("matrix_units.cu"),
-        ensure_row_contiguous=True,
+        file="few_rows_linear.cu",
+        beginning="".join(f"{name}[] = {{{', '.join(items)}}};\n" for name, items in lists.items()),
+        header="matrix_units.cu",
     )

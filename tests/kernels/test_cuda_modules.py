@@ -1,16 +1,20 @@
 """CUDA kernels that are compiled once: what MLX looks for, and what is put there."""
 
+import re
 import shutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from dflash_mlx import runtime
 from dflash_mlx.kernels import cuda_modules
-from dflash_mlx.kernels.cuda_modules import Text, cuda_kernel, modules_folder, provide, std_hash
+from dflash_mlx.kernels.cuda_modules import Text, cuda_kernel, included, modules_folder, provide, std_hash
+from dflash_mlx.kernels.sources import FOLDER, source
 
+FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.cu"))
 COPY = "uint i = cooperative_groups::this_grid().thread_rank(); if (i < 9216) out[i] = x[i];"
 PLAIN = Text("p1", ["x"], ["out"], COPY, "", [(mx.bfloat16, True)], [], [mx.bfloat16])
 CONSTANTS = [("T", mx.float16), ("THREADS", 256), ("BRAIN", False)]
@@ -24,6 +28,27 @@ SCALED = Text(
     CONSTANTS,
     [mx.float16, mx.uint32],
 )
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_line_stands_for_a_file(file):
+    line = included(file)
+    [path] = re.findall(r'^#include "(.+)"  // \w+\n$', line)
+    assert Path(path).read_text(encoding="utf-8") == source(file)
+
+
+def test_it_names_what_the_kernel_wants_to_know_of_its_inputs():
+    wanted = included("rows_attention/one_launch.cu", ["q", "k", "settings"]).split("// ")[1].split()[1:]
+    text = source("rows_attention/one_launch.cu")
+    assert {"q_shape", "k_strides"} <= set(wanted)
+    assert all(name in text for name in wanted)
+    assert not any(name.startswith("settings") for name in wanted)
+
+
+def test_another_text_has_another_line(monkeypatch):
+    before = included("matrix_units.cu")
+    monkeypatch.setattr(cuda_modules, "source", lambda file: source(file) + "\n")
+    assert included("matrix_units.cu") != before
 
 
 def test_the_name_of_a_module():
@@ -111,15 +136,15 @@ def test_each_kind_of_a_kernel_is_provided_once(kind, monkeypatch):
     monkeypatch.setattr(cuda_modules, "_compiler", lambda: bytes)
     monkeypatch.setattr(cuda_modules, "_architecture", lambda: "sm_90a")
     monkeypatch.setattr(cuda_modules, "provide", lambda text, _: provided.append(text))
-    launch = cuda_kernel(name="scaled", input_names=["x", "by"], output_names=["out"], source="x_shape\n")
+    launch = cuda_kernel(name="scaled", input_names=["x", "by"], output_names=["out"], file="tree_steps/rotate.cu")
     x, by = mx.zeros((2, 3), mx.float16), mx.array(1)
     for dtype in (mx.float16, mx.float16, mx.float32):
         call = {"inputs": [x.astype(dtype), by], "template": CONSTANTS, "output_dtypes": [dtype]}
         assert launch(**call, output_shapes=[(2, 3)]) == [dtype]
-    [source] = given
-    assert "sm_90a" in source
+    [text] = given
+    assert "sm_90a" in text
     expected = [
-        Text("scaled", ["x", "by"], ["out"], source, "", ((dtype, True), (mx.int32, False)), tuple(CONSTANTS), (dtype,))
+        Text("scaled", ["x", "by"], ["out"], text, "", ((dtype, True), (mx.int32, False)), tuple(CONSTANTS), (dtype,))
         for dtype in (mx.float16, mx.float32)
     ]
     assert provided == (expected if kind == "cuda" else [])

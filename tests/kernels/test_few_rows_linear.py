@@ -8,7 +8,7 @@ from kernels.cuda_on_cpu import kernel_on_cpu, kernels_folder, needs_compiler
 from tiny import FAMILIES, SECOND, mostly_slow, tiny_drafter, tiny_target
 
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.kernels import few_rows_linear
+from dflash_mlx.kernels import cuda_modules, few_rows_linear
 from dflash_mlx.kernels.few_rows_linear import (
     FewRowsLinear,
     called_together,
@@ -251,7 +251,7 @@ def test_rounds_stay_the_same(family, second, used):
 def test_a_kernel_that_computes_something_else_is_found(broken, used, monkeypatch):
     if broken:
         monkeypatch.setattr(
-            few_rows_linear, "included", lambda file, _=(): source(file).replace("start < depth", "start + 32 < depth")
+            cuda_modules, "included", lambda file, _=(): source(file).replace("start < depth", "start + 32 < depth")
         )
     assert few_rows_linear.products_work(mx.float16) != broken
 

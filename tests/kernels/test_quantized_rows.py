@@ -17,7 +17,7 @@ from dflash_mlx import runtime
 from dflash_mlx.kernels.quantized_rows import layers, product, twin
 from dflash_mlx.kernels.quantized_rows.product import Matrix, fits, multiply, tiles
 from dflash_mlx.kernels.race import ROWS
-from dflash_mlx.kernels.sources import included, source
+from dflash_mlx.kernels.sources import source
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.rounding import relative_difference
 from dflash_mlx.targets.target import wrap_model
@@ -45,14 +45,14 @@ def metal(folder, monkeypatch):
 def cuda(tmp_path_factory, monkeypatch):
     """Has the CUDA kernel run on the CPU."""
     folder = kernels_folder(tmp_path_factory)
-    kernel = CudaKernel(folder, **product._kernel(included("quantized_rows/kernel.cu", product._INPUTS)))
+    kernel = CudaKernel(folder, **product._NAMES, source=source("quantized_rows/kernel.cu"))
     monkeypatch.setattr(product, "_cuda_kernel", lambda: kernel)
     machine = replace(runtime.backend(), kind="cuda")
     monkeypatch.setattr(product, "backend", lambda: machine)
 
 
 def use_source(emulator, text, monkeypatch):
-    kernel = emulator.metal_kernel(**product._kernel(text))
+    kernel = emulator.metal_kernel(**product._NAMES, source=text)
     monkeypatch.setattr(product, "_metal_kernel", lambda: kernel)
 
 
@@ -228,7 +228,7 @@ def test_every_index_is_tried():
 def test_pointers_have_the_right_address_space(rows, bits):
     x, matrix, _ = problem(5, 24, 256, bits, 64, mx.float16)
     template = [("T", mx.float16), ("BITS", bits), ("GROUP", 64), ("ROWS", rows), ("TILES", 2), ("SPLIT", 2)]
-    kernel = product._kernel(source("quantized_rows/kernel.metal"))
+    kernel = product._NAMES | {"source": source("quantized_rows/kernel.metal")}
     assert lint.errors(**kernel, inputs=[x, *matrix], output_dtypes=[mx.float16], template=template) == ""
 
 

@@ -6,12 +6,16 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from dflash_mlx.kernels.cuda_modules import cuda_kernel
-from dflash_mlx.kernels.sources import included, source
+from dflash_mlx.kernels.sources import source
 from dflash_mlx.runtime import backend
 
 # More rows than this are computed better by MLX's kernels, which have tiles of 32.
 MOST_ROWS = 32
-_INPUTS = ["x", "w", "scales", "biases"]
+_NAMES: dict[str, Any] = {
+    "name": "dflash_quantized_rows",
+    "input_names": ["x", "w", "scales", "biases"],
+    "output_names": ["y"],
+}
 
 
 class Matrix(NamedTuple):
@@ -95,13 +99,9 @@ def multiply(
 
 @cache
 def _metal_kernel() -> Any:
-    return mx.fast.metal_kernel(**_kernel(source("quantized_rows/kernel.metal")))
+    return mx.fast.metal_kernel(**_NAMES, source=source("quantized_rows/kernel.metal"))
 
 
 @cache
 def _cuda_kernel() -> Any:
-    return cuda_kernel(**_kernel(included("quantized_rows/kernel.cu", _INPUTS)), header=included("matrix_units.cu"))
-
-
-def _kernel(text: str) -> dict[str, Any]:
-    return {"name": "dflash_quantized_rows", "input_names": _INPUTS, "output_names": ["y"], "source": text}
+    return cuda_kernel(**_NAMES, file="quantized_rows/kernel.cu", header="matrix_units.cu")

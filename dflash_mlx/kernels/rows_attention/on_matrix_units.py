@@ -13,7 +13,6 @@ import mlx.core as mx
 from dflash_mlx.kernels.attention import Mask
 from dflash_mlx.kernels.cuda_modules import cuda_kernel
 from dflash_mlx.kernels.rows_attention.masks import KINDS, settings_and_mask
-from dflash_mlx.kernels.sources import included
 
 # Threads of a block: of more, each would have too few registers. They compute so many rows of query heads.
 _THREADS, _ROWS = 256, 16
@@ -90,13 +89,12 @@ def _over(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mas
 
 @cache
 def _kernel() -> Any:
-    inputs = ["q", "k", "v", "settings", "mask"]
     return cuda_kernel(
         name="dflash_attention_on_matrix_units",
-        input_names=inputs,
+        input_names=["q", "k", "v", "settings", "mask"],
         output_names=["out"],
-        source=included("rows_attention/on_matrix_units.cu", inputs),
-        header=included("matrix_units.cu"),
+        file="rows_attention/on_matrix_units.cu",
+        header="matrix_units.cu",
         # Keys and values are parts of larger arrays; a copy of them would cost more than the product.
         ensure_row_contiguous=False,
     )
@@ -108,5 +106,5 @@ def _putting_together() -> Any:
         name="dflash_attention_put_together",
         input_names=["parts"],
         output_names=["out"],
-        source=included("rows_attention/put_together.cu", ["parts"]),
+        file="rows_attention/put_together.cu",
     )

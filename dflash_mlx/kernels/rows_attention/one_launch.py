@@ -15,7 +15,6 @@ import mlx.core as mx
 from dflash_mlx.kernels.attention import Mask
 from dflash_mlx.kernels.cuda_modules import cuda_kernel
 from dflash_mlx.kernels.rows_attention.masks import KINDS, settings_and_mask
-from dflash_mlx.kernels.sources import included
 
 # The kernel keeps a number for each key of a part in the GPU's shared memory, 8 KB for a row. It computes any number of
 # parts, one after the other.
@@ -62,12 +61,11 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
 
 @cache
 def _kernel() -> Any:
-    inputs = ["q", "k", "v", "settings", "mask"]
     return cuda_kernel(
         name="dflash_few_rows_attention",
-        input_names=inputs,
+        input_names=["q", "k", "v", "settings", "mask"],
         output_names=["out"],
-        source=included("rows_attention/one_launch.cu", inputs),
+        file="rows_attention/one_launch.cu",
         # Keys and values are parts of larger arrays; a copy of them would cost more than the product.
         ensure_row_contiguous=False,
     )

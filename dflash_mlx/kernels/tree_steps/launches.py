@@ -15,7 +15,6 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from dflash_mlx import tree_steps as plain
 from dflash_mlx.kernels.cuda_modules import cuda_kernel
-from dflash_mlx.kernels.sources import included
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.tree_steps import LEAST, NOWHERE, SUREST, Found, TreeSteps, Walk
 
@@ -266,7 +265,7 @@ def _kernel(step: str) -> Any:
         name=f"dflash_tree_{step}",
         input_names=inputs,
         output_names=outputs,
-        source=included(f"tree_steps/{step}.cu", inputs),
+        file=f"tree_steps/{step}.cu",
         ensure_row_contiguous=step != "rotate",
     )
 
