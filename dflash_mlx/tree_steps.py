@@ -7,10 +7,9 @@ is said in decoding/tree.py.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.sampling import best_columns
@@ -42,13 +41,12 @@ class Walk(NamedTuple):
 
 
 class TreeSteps(NamedTuple):
-    """Ways to compute the seven steps, of which this file has the plain ones."""
+    """Ways to compute the six steps, of which this file has the plain ones."""
 
     rank: Callable[[mx.array, int, mx.array | None], tuple[mx.array, mx.array]]
     find: Callable[[mx.array, mx.array, int, float], tuple[Found, mx.array]]
     build: Callable[[Found, int, mx.array, mx.array], tuple[mx.array, mx.array, mx.array, mx.array]]
     place: Callable[[mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array, mx.array, mx.array]]
-    rotate: Callable[..., mx.array]
     walk: Callable[[mx.array, mx.array, mx.array, mx.array, mx.array, int], Walk]
     keep: Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
 
@@ -189,16 +187,6 @@ def place(
     return row_positions, mask, mx.where(row < 0, placed, row_positions[index]), places
 
 
-def rotate(kind: type[nn.Module], rope: nn.Module, x: mx.array, positions: mx.array, **options: Any) -> mx.array:
-    """What a rotary embedding of a class makes of x (1, heads, L, head_dim), whose rows are at the `positions` (L,).
-
-    options: further ones that it is called with.
-    """
-    # MLX takes a position for each item of a batch, so the rows become one.
-    rotated: mx.array = kind.__call__(rope, x.transpose(2, 1, 0, 3), offset=positions, **options)
-    return rotated.transpose(2, 1, 0, 3)
-
-
 def walk(
     tokens: mx.array, probabilities: mx.array, depths: mx.array, visible: mx.array, choices: mx.array, depth: int
 ) -> Walk:
@@ -227,4 +215,4 @@ def keep(placed: mx.array, length: mx.array, places: mx.array, path: mx.array) -
     return mx.put_along_axis(left, places[path], length + mx.arange(path.size), axis=0)
 
 
-PLAIN = TreeSteps(rank, find, build, place, rotate, walk, keep)
+PLAIN = TreeSteps(rank, find, build, place, walk, keep)

@@ -7,7 +7,7 @@ one forward. Recurrent layers are in tree_recurrence.py. Which models compute th
 them (`target_caches.trees_work_with`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ import mlx.nn as nn
 from dflash_mlx.caches.row_layers import RowLengths, TreePass
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.hooks import subclassed
-from dflash_mlx.tree_steps import PLAIN, TreeSteps
+from dflash_mlx.tree_steps import TreeSteps
 
 # Of a tree's rows, the anchor first: how far each is from it, (N + 1,), and which rows each sees, (N + 1, N + 1).
 TreeShape = Sequence[mx.array]
@@ -39,7 +39,7 @@ def branched(
     sees, boolean (R, S). R is S unless earlier forwards were fed the others. Their keys and values are written after
     the length in this order or, with `steps`, where positions are out of order, all of them at the first free places.
     """
-    lengths, rotate = rows.lengths, (steps or PLAIN).rotate
+    lengths = rows.lengths
     assert rows.count == 1
     if steps is None:
         lengths.tree = _after_length(lengths, depths, visible)
@@ -47,7 +47,7 @@ def branched(
         assert lengths.placed is not None
         lengths.tree = TreePass(*steps.place(lengths.placed[: lengths.seen], lengths.value, depths, visible))
     try:
-        with subclassed(ropes, lambda kind: _by_row(kind, rotate)):
+        with subclassed(ropes, _by_row):
             yield
     finally:
         lengths.tree = None
@@ -74,13 +74,15 @@ def keep_path(rows: Rows, path: mx.array, steps: TreeSteps) -> None:
 
 
 @cache
-def _by_row(kind: type[nn.Module], rotate: Callable[..., mx.array]) -> type[nn.Module]:
-    """A rotary embedding that also takes a position for each row, and then computes by `TreeSteps.rotate`."""
+def _by_row(kind: type[nn.Module]) -> type[nn.Module]:
+    """A rotary embedding that also takes a position for each row."""
 
     def call(self: nn.Module, x: mx.array, offset: int | mx.array = 0, **kwargs: Any) -> mx.array:
         """x: (1, heads, L, head_dim); offset: a number, or (L,)."""
         if not isinstance(offset, mx.array) or offset.ndim == 0:
             return kind.__call__(self, x, offset=offset, **kwargs)
-        return rotate(kind, self, x, offset, **kwargs)
+        # MLX takes a position for each item of a batch, so the rows become one.
+        rotated: mx.array = kind.__call__(self, x.transpose(2, 1, 0, 3), offset=offset, **kwargs)
+        return rotated.transpose(2, 1, 0, 3)
 
     return type(f"ByRow{kind.__name__}", (kind,), {"__call__": call})

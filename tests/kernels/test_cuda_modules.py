@@ -136,7 +136,7 @@ def test_each_kind_of_a_kernel_is_provided_once(kind, monkeypatch):
     monkeypatch.setattr(cuda_modules, "_compiler", lambda: bytes)
     monkeypatch.setattr(cuda_modules, "_architecture", lambda: "sm_90a")
     monkeypatch.setattr(cuda_modules, "provide", lambda text, _: provided.append(text))
-    launch = cuda_kernel(name="scaled", input_names=["x", "by"], output_names=["out"], file="tree_steps/rotate.cu")
+    launch = cuda_kernel(name="scaled", input_names=["x", "by"], output_names=["out"], file="tree_steps/keep.cu")
     x, by = mx.zeros((2, 3), mx.float16), mx.array(1)
     for dtype in (mx.float16, mx.float16, mx.float32):
         call = {"inputs": [x.astype(dtype), by], "template": CONSTANTS, "output_dtypes": [dtype]}

@@ -3,11 +3,9 @@
 import random
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from kernels.cuda_on_cpu import kernel_on_cpu, kernels_folder, needs_compiler
-from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 from tiny import FAMILIES, drafted_tokens, plain_tokens, tiny_drafter, tiny_eagle3, tiny_target
 
 from dflash_mlx.decoding.tree import likeliest, walk
@@ -16,7 +14,6 @@ from dflash_mlx.kernels import few_rows
 from dflash_mlx.kernels.tree_steps import launches
 from dflash_mlx.kernels.tree_steps.launches import KERNELS
 from dflash_mlx.policy.width import FixedWidth
-from dflash_mlx.rounding import relative_difference
 from dflash_mlx.tree_steps import NOWHERE, PLAIN
 
 
@@ -166,35 +163,6 @@ def test_places_of_a_tree_and_what_is_kept_of_it(capacity, length, rows, launche
     assert kept.tolist() == truth.tolist()
     assert sorted(kept.tolist())[: length + 3] == list(range(length + 3))
     assert len(launched) == 2
-
-
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize(
-    ("rope", "kernel"),
-    [
-        (nn.RoPE(32), True),
-        (nn.RoPE(32, traditional=True, base=500000.0, scale=0.25), True),
-        (Llama3RoPE(32, base=10000, scaling_config=LLAMA3), True),
-        (nn.RoPE(16), False),  # a part of each head
-        (YarnRoPE(32, scaling_factor=4.0), False),
-    ],
-)
-def test_rotating_rows_at_positions_of_their_own(rope, kernel, dtype, launched):
-    """Of queries as they come from a product: heads of a row lie side by side."""
-    rng = np.random.default_rng(3)
-    x = scores_of(rng, 7, 5 * 32, dtype).reshape(1, 7, 5, 32).transpose(0, 2, 1, 3)
-    positions = mx.array([3, 4, 4, 5, 900, 5, 0])
-    found, expected = (steps.rotate(type(rope), rope, x, positions) for steps in (KERNELS, PLAIN))
-    assert found.dtype == dtype
-    near = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
-    assert relative_difference(found, expected) < near
-    assert bool(launched) == kernel
-    alone = rope(x[:, :, 4:5], offset=900)
-    assert relative_difference(found[:, :, 4:5], alone) < near
 
 
 @needs_compiler
