@@ -205,11 +205,22 @@ def _compiler() -> Compiler | None:
     """By NVIDIA's library (NVRTC) that MLX has loaded, with the headers beside it; None where it is not found."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-        file = next(line[line.index("/") :] for line in lines if "/libnvrtc.so" in line)
-        library = ctypes.CDLL(file)
+        return compiler_of(Path(next(line[line.index("/") :] for line in lines if "/libnvrtc.so" in line)))
     except (OSError, StopIteration):
         return None
-    options = [f"--gpu-architecture={_architecture()}", f"--include-path={Path(file).parents[1] / 'include'}"]
+
+
+def compiler_of(nvrtc: Path) -> Compiler:
+    """What compiles by this library, with the headers beside it, for the GPU of this machine.
+
+    Raises OSError where it cannot be loaded."""
+    library = ctypes.CDLL(str(nvrtc))
+    options = [
+        f"--gpu-architecture={_architecture()}",
+        f"--include-path={nvrtc.parents[1] / 'include'}",
+        # As MLX has it; without, NVRTC 13.0 refuses functions in a kernel (lambdas).
+        "--device-as-default-execution-space",
+    ]
     return lambda text: compiled(library, text, options)
 
 

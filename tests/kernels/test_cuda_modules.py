@@ -1,5 +1,6 @@
 """CUDA kernels that are compiled once: what MLX looks for, and what is put there."""
 
+import ctypes
 import re
 import shutil
 import subprocess
@@ -10,9 +11,20 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx import runtime
-from dflash_mlx.kernels import cuda_modules
-from dflash_mlx.kernels.cuda_modules import Text, cuda_kernel, included, modules_folder, provide, std_hash
+from dflash_mlx.kernels import cuda_modules, few_rows_linear
+from dflash_mlx.kernels.cuda_modules import (
+    Text,
+    compiler_of,
+    cuda_kernel,
+    included,
+    modules_folder,
+    provide,
+    std_hash,
+)
+from dflash_mlx.kernels.quantized_rows import product
+from dflash_mlx.kernels.rows_attention import on_matrix_units, one_launch
 from dflash_mlx.kernels.sources import FOLDER, source
+from dflash_mlx.kernels.tree_steps import launches
 
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.cu"))
 COPY = "uint i = cooperative_groups::this_grid().thread_rank(); if (i < 9216) out[i] = x[i];"
@@ -148,3 +160,65 @@ def test_each_kind_of_a_kernel_is_provided_once(kind, monkeypatch):
         for dtype in (mx.float16, mx.float32)
     ]
     assert provided == (expected if kind == "cuda" else [])
+
+
+@pytest.fixture
+def nvrtc(monkeypatch):
+    """NVIDIA's compiler, which needs no GPU, for an H100."""
+    [folder] = pytest.importorskip("nvidia.cu13", reason="has NVRTC (nvidia-cuda-nvrtc)").__path__
+    [builtins] = Path(folder, "lib").glob("libnvrtc-builtins.so.*")
+    # The compiler looks for it by its name only.
+    ctypes.CDLL(str(builtins))
+    [library] = Path(folder, "lib").glob("libnvrtc.so.*")
+    monkeypatch.setattr(cuda_modules, "_architecture", lambda: "sm_90a")
+    return compiler_of(library)
+
+
+@pytest.fixture
+def provided(nvrtc, monkeypatch):
+    """The texts of the kernels that were launched, which compute nothing here, and what the compiler made of them."""
+    found = []
+
+    def make(**_):
+        return lambda **call: list(map(mx.zeros, call["output_shapes"], call["output_dtypes"]))
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", make)
+    for module in (cuda_modules, product):
+        monkeypatch.setattr(module, "backend", lambda: replace(runtime.backend(), kind="cuda"))
+    monkeypatch.setattr(cuda_modules, "_compiler", lambda: nvrtc)
+    monkeypatch.setattr(cuda_modules, "provide", lambda text, compiler: found.append((text, compiler(text.light))))
+    makers = [
+        made
+        for module in (few_rows_linear, launches, on_matrix_units, one_launch, product)
+        for made in vars(module).values()
+        if hasattr(made, "cache_clear")
+    ]
+    for maker in makers:
+        maker.cache_clear()
+    # What is launched cannot be written down.
+    mx.disable_compile()
+    yield found
+    mx.enable_compile()
+    for maker in makers:
+        maker.cache_clear()
+
+
+def launch_all(dtype):
+    """Every kernel that is not for Metal."""
+    x, weight = mx.zeros((1, 16, 64), dtype), mx.zeros((32, 64), dtype)
+    few_rows_linear.multiply(x, [weight])
+    few_rows_linear.multiply(x, [weight] * 3)
+    queries, keys = mx.zeros((1, 6, 16, 64), dtype), mx.zeros((1, 3, 100, 64), dtype)
+    for attention in (one_launch.attention, on_matrix_units.attention, on_matrix_units.attention_in_parts):
+        attention(queries, keys, keys, 0.1, "causal")
+    product.multiply(x, *mx.quantize(weight, group_size=64, bits=4), group_size=64, bits=4)
+    launches.work(dtype)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_nvidias_compiler_takes_every_kernel(dtype, provided):
+    """By the version that MLX has on CUDA: versions differ in what they refuse."""
+    launch_all(dtype)
+    assert [text.name for text, machine_code in provided if not machine_code] == []
+    texts = "".join(text.source + text.header for text, _ in provided)
+    assert [file for file in FILES if f"{FOLDER.as_posix()}/{file}" not in texts] == []
