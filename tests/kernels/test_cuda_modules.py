@@ -165,7 +165,7 @@ def test_each_kind_of_a_kernel_is_provided_once(kind, monkeypatch):
 @pytest.fixture
 def nvrtc(monkeypatch):
     """NVIDIA's compiler, which needs no GPU, for an H100."""
-    [folder] = pytest.importorskip("nvidia.cu13", reason="has NVRTC (nvidia-cuda-nvrtc)").__path__
+    [folder] = pytest.importorskip("nvidia.cu13", reason="needs nvidia-cuda-nvrtc").__path__
     [builtins] = Path(folder, "lib").glob("libnvrtc-builtins.so.*")
     # The compiler looks for it by its name only.
     ctypes.CDLL(str(builtins))
