@@ -213,7 +213,8 @@ def _compiler() -> Compiler | None:
 def compiler_of(nvrtc: Path) -> Compiler:
     """What compiles by this library, with the headers beside it, for the GPU of this machine.
 
-    Raises OSError where it cannot be loaded."""
+    Raises OSError where it cannot be loaded.
+    """
     library = ctypes.CDLL(str(nvrtc))
     options = [
         f"--gpu-architecture={_architecture()}",
