@@ -53,10 +53,17 @@ def kernel_on_cpu(module, note, *, folder, monkeypatch):
         return launch
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", make)
-    makers = [made for made in vars(module).values() if hasattr(made, "cache_clear")]
+    with forgotten(module):
+        yield noted
+
+
+@contextlib.contextmanager
+def forgotten(*modules):
+    """Has kernels that these modules remember made anew, and once more after that."""
+    makers = [made for module in modules for made in vars(module).values() if hasattr(made, "cache_clear")]
     for maker in makers:
         maker.cache_clear()
-    yield noted
+    yield
     for maker in makers:
         maker.cache_clear()
 

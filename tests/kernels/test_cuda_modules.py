@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from kernels.cuda_on_cpu import forgotten
 
 from dflash_mlx import runtime
 from dflash_mlx.kernels import cuda_modules, few_rows_linear
@@ -187,20 +188,11 @@ def provided(nvrtc, monkeypatch):
         monkeypatch.setattr(module, "backend", lambda: replace(runtime.backend(), kind="cuda"))
     monkeypatch.setattr(cuda_modules, "_compiler", lambda: nvrtc)
     monkeypatch.setattr(cuda_modules, "provide", lambda text, compiler: found.append((text, compiler(text.light))))
-    makers = [
-        made
-        for module in (few_rows_linear, launches, on_matrix_units, one_launch, product)
-        for made in vars(module).values()
-        if hasattr(made, "cache_clear")
-    ]
-    for maker in makers:
-        maker.cache_clear()
     # What is launched cannot be written down.
     mx.disable_compile()
-    yield found
+    with forgotten(few_rows_linear, launches, on_matrix_units, one_launch, product):
+        yield found
     mx.enable_compile()
-    for maker in makers:
-        maker.cache_clear()
 
 
 def launch_all(dtype):
