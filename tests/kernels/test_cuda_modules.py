@@ -214,3 +214,9 @@ def test_nvidias_compiler_takes_every_kernel(dtype, provided):
     assert [text.name for text, machine_code in provided if not machine_code] == []
     texts = "".join(text.source + text.header for text, _ in provided)
     assert [file for file in FILES if f"{FOLDER.as_posix()}/{file}" not in texts] == []
+
+
+def test_the_library_that_is_loaded_compiles(nvrtc):
+    compiler = cuda_modules._compiler.__wrapped__()
+    assert compiler("__global__ void nothing() {}")
+    assert compiler("no kernel") is None
