@@ -102,6 +102,14 @@ def train_command(
         _option("--micro-batch", "Conversations on the device at once. (default: found by trying)", _TRAINING),
     ] = None,
     anchors: Annotated[int, _option("--anchors", "Blocks drawn from a conversation a step.", _TRAINING)] = 64,
+    small_blocks: Annotated[
+        float,
+        _option(
+            "--small-blocks",
+            "Share of them with fewer rows than --block-size, as rounds with few drafts have.",
+            _TRAINING,
+        ),
+    ] = 0.5,
     optimizer: Annotated[str, _option("--optimizer", "adamw or muon.", _TRAINING)] = "adamw",
     weights: Annotated[str, _option("--weights", "Position weights: dpace or decay.", _TRAINING)] = "dpace",
     alpha: Annotated[float, _option("--alpha", "Smoothing of the D-PACE weights.", _TRAINING)] = 0.5,

@@ -2,11 +2,11 @@
 # fmt: off
 """Compose prompts as people write them, for the demo drafter's training.
 
-    python scripts/compose_prompts.py 60000 > prompts.jsonl
+    python scripts/compose_prompts.py COUNT SEED > prompts.jsonl
 
 Frames of every kind of task are filled with subjects, names, numbers, notes and source code. Code and texts to work on
-are taken from the Python that runs this (its standard library), everything else is in this file. The same Python and
-COUNT give the same prompts.
+are taken from the Python that runs this (its standard library), everything else is in this file. The same Python, COUNT
+and SEED give the same prompts.
 """
 
 import ast
@@ -512,5 +512,5 @@ def library_texts() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for prompt in Composer(seed=4).prompts(int(sys.argv[1])):
+    for prompt in Composer(seed=int(sys.argv[2])).prompts(int(sys.argv[1])):
         print(json.dumps({"prompt": prompt}, ensure_ascii=False))

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.training.store import Conversation
@@ -16,11 +17,18 @@ _AHEAD = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens: (B, T) int32, padded with 0; anchors, ends: (B, A) int32; an end of 0 marks an unused anchor."""
+    """tokens: (B, T) int32, padded with 0. anchors, ends, sizes: (B, A) int32, where each block begins, where its labels
+    end at the latest, and how many rows it has. An end of 0 marks an unused anchor.
+    """
 
     tokens: np.ndarray
     anchors: np.ndarray
     ends: np.ndarray
+    sizes: np.ndarray
+
+    def arrays(self) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """The four of them, on the device."""
+        return mx.array(self.tokens), mx.array(self.anchors), mx.array(self.ends), mx.array(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -53,19 +61,39 @@ def epoch_order(lengths: np.ndarray, batch_size: int, *, seed: int, epoch: int) 
     return list(order[rng.permutation(count)])
 
 
-def make_batch(conversations: list[Conversation], anchors: int, rng: np.random.Generator, *, longest: int) -> Batch:
-    """A batch with up to `anchors` different random anchors a row; rows are cut at `longest` tokens."""
+@dataclass(frozen=True)
+class Blocks:
+    """Which blocks are drawn of each conversation: `count` of `size` rows, a `small_share` of them of fewer rows.
+
+    Rounds with few drafts take small blocks, in which a drafter that has only seen whole ones drafts worse.
+    """
+
+    count: int
+    size: int
+    small_share: float = 0.0
+
+    def sizes(self, rows: int, rng: np.random.Generator) -> np.ndarray:
+        """(rows, count): `size`, or any number from 2 to below it."""
+        if self.size == 2:
+            return np.full((rows, self.count), 2, np.int32)
+        small = rng.random((rows, self.count)) < self.small_share
+        return np.where(small, rng.integers(2, self.size, small.shape), self.size).astype(np.int32)
+
+
+def make_batch(conversations: list[Conversation], blocks: Blocks, rng: np.random.Generator, *, longest: int) -> Batch:
+    """A batch with up to `blocks.count` different random anchors a row; rows are cut at `longest` tokens."""
     length = padded_length(min(longest, max(len(c.tokens) for c in conversations)), longest)
     tokens = np.zeros((len(conversations), length), np.int32)
-    starts = np.zeros((len(conversations), anchors), np.int32)
+    starts = np.zeros((len(conversations), blocks.count), np.int32)
     ends = np.zeros_like(starts)
+    sizes = blocks.sizes(len(conversations), rng)
     for row, conversation in enumerate(conversations):
         cut = conversation.tokens[:length]
         tokens[row, : len(cut)] = cut
         positions, limits = candidates(conversation, len(cut))
-        chosen = rng.permutation(len(positions))[:anchors]
+        chosen = rng.permutation(len(positions))[: blocks.count]
         starts[row, : len(chosen)], ends[row, : len(chosen)] = positions[chosen], limits[chosen]
-    return Batch(tokens, starts, ends)
+    return Batch(tokens, starts, np.minimum(ends, starts + sizes), sizes)
 
 
 def candidates(conversation: Conversation, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -88,7 +116,7 @@ def training_batches(
     *,
     batch_size: int,
     micro_batch: int,
-    anchors: int,
+    blocks: Blocks,
     longest: int,
     seed: int,
 ) -> Iterator[tuple[Place, list[Batch]]]:
@@ -105,7 +133,7 @@ def training_batches(
             rows = sorted(order[index].tolist(), key=lambda i: int(lengths[i]))
             index += 1
             parts = [rows[at : at + micro_batch] for at in range(0, len(rows), micro_batch)]
-            batches = [make_batch([conversations[i] for i in part], anchors, rng, longest=longest) for part in parts]
+            batches = [make_batch([conversations[i] for i in part], blocks, rng, longest=longest) for part in parts]
             yield Place(epoch, index), batches
         epoch, index = epoch + 1, 0
 

@@ -40,11 +40,13 @@ def draft_hidden(
     features: mx.array,
     anchor_tokens: mx.array,
     anchors: mx.array,
+    sizes: mx.array | None = None,
 ) -> mx.array:
     """Hidden states of all blocks, ready for the target's vocabulary head.
 
-    features: (B, T, taps * D). anchor_tokens, anchors: (B, A), the token at each anchor and its position. Returns
-    (B, A, K, D) for blocks of K; row j predicts the token j places after the anchor, row 0 is unused.
+    features: (B, T, taps * D). anchor_tokens, anchors: (B, A), the token at each anchor and its position. sizes:
+    (B, A), the rows of each block, whose further rows mean nothing; None for whole blocks. Returns (B, A, K, D) for
+    blocks of K; row j predicts the token j places after the anchor, row 0 is unused.
     """
     config = drafter.config
     batch, count = anchors.shape
@@ -56,7 +58,14 @@ def draft_hidden(
     context = drafter.hidden_norm(drafter.fc(features))
     for i, layer in enumerate(drafter.layers):
         window = config.sliding_window if config.layer_is_sliding(i) else None
-        seen = visible(anchors, features.shape[1], config.block_size, causal=config.layer_is_causal(i), window=window)
+        seen = visible(
+            anchors,
+            features.shape[1],
+            config.block_size,
+            causal=config.layer_is_causal(i),
+            window=window,
+            sizes=sizes,
+        )
         attend = partial(
             block_attention, layer.self_attn, context=context, rope=drafter.rope_of(i), anchors=anchors, seen=seen
         )
@@ -65,16 +74,22 @@ def draft_hidden(
 
 
 def visible(
-    anchors: mx.array, length: int, block: int, *, causal: bool, window: int | None
+    anchors: mx.array, length: int, block: int, *, causal: bool, window: int | None, sizes: mx.array | None = None
 ) -> tuple[mx.array, mx.array | None]:
-    """What block rows may see: context positions, (B, A, 1 or K, T) bool, and rows of their block, (K, K) or None."""
+    """What block rows may see: context positions, (B, A, 1 or K, T) bool, and rows of their block.
+
+    Those are (B or 1, A or 1, 1 or K, K), or None where all rows see all.
+    """
     columns = mx.arange(length)
     starts = anchors[:, :, None, None]
     context = columns < starts
-    if not causal and window is None:
+    if not causal and window is None and sizes is None:
         return context, None
     rows = mx.arange(block)
-    inside = mx.ones((block, block), dtype=mx.bool_)
+    inside = mx.ones((1, 1, 1, block), dtype=mx.bool_)
+    if sizes is not None:
+        # A row that means nothing sees itself: one that sees nothing would be no number, and spoil its block.
+        inside = (rows < sizes[:, :, None, None]) | (rows[:, None] == rows)
     if causal:
         inside = inside & (rows[None] <= rows[:, None])
     if window is not None:
@@ -118,7 +133,7 @@ def block_attention(
     nothing = mx.array(-mx.inf, dtype=outside_scores.dtype)
     outside_scores = mx.where(context_seen[:, None, :, None], outside_scores, nothing)
     if block_seen is not None:
-        inside_scores = mx.where(block_seen, inside_scores, nothing)
+        inside_scores = mx.where(block_seen[:, None, :, None], inside_scores, nothing)
     weights = mx.softmax(mx.concatenate([outside_scores, inside_scores], axis=-1), axis=-1, precise=True)
 
     length = context.shape[1]

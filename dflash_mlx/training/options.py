@@ -40,6 +40,7 @@ _TRAINING_KEYS = (
     "learning_rate",
     "batch_size",
     "anchors",
+    "small_blocks",
     "optimizer",
     "weights",
     "alpha",
@@ -105,6 +106,7 @@ class TrainOptions:
     batch_size: int = 48
     micro_batch: int | None = None
     anchors: int = 64
+    small_blocks: float = 0.5
     optimizer: Optimizer = "adamw"
     weights: Weights = "dpace"
     alpha: float = 0.5
@@ -169,6 +171,7 @@ class TrainOptions:
         _require(self.num_taps >= 1, "number of taps", self.num_taps, "at least 1")
         _require(0 < self.holdout < 1, "holdout", self.holdout, "above 0 and below 1")
         _require(0 <= self.alpha <= 1, "alpha", self.alpha, "from 0 to 1")
+        _require(0 <= self.small_blocks <= 1, "small-blocks", self.small_blocks, "from 0 to 1")
         _require(0 <= self.warmup < 1, "warmup", self.warmup, "from 0 to below 1")
         _require(self.measure >= 0, "measure", self.measure, "0 (off) or a number of prompts")
         for name in (

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.drafters.dflash import DFlashDrafter
-from dflash_mlx.training.batches import make_batch
+from dflash_mlx.training.batches import Blocks, make_batch
 from dflash_mlx.training.checkpoint import TrainState, budget_share
 from dflash_mlx.training.data import data_finished
 from dflash_mlx.training.estimate import Estimate
@@ -92,8 +92,8 @@ def _step_seconds(loaded: Loaded, drafter: DFlashDrafter, options: TrainOptions,
         Conversation(rng.integers(0, loaded.target.vocab_size, length).astype(np.int32), ((length // 8, length),))
         for _ in range(rows)
     ]
-    batch = make_batch(conversations, options.anchors, rng, longest=length)
-    arrays = [mx.array(part) for part in (batch.tokens, batch.anchors, batch.ends)]
+    blocks = Blocks(options.anchors, drafter.config.block_size, options.small_blocks)
+    arrays = make_batch(conversations, blocks, rng, longest=length).arrays()
     parameters = drafter.parameters()
     seconds = 0.0
     for _ in range(1 + _compiles()):

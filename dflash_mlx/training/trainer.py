@@ -14,7 +14,7 @@ from mlx.utils import tree_map
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.drafters.dflash2 import DFlash2Drafter
 from dflash_mlx.targets.target import Target
-from dflash_mlx.training.batches import Batch, Place, Prefetch, training_batches
+from dflash_mlx.training.batches import Batch, Blocks, Place, Prefetch, training_batches
 from dflash_mlx.training.checkpoint import TrainState, budget_share, save_state, weights
 from dflash_mlx.training.evaluate import Replay, replay
 from dflash_mlx.training.forward import draft_hidden, target_features
@@ -81,7 +81,7 @@ class Trainer:
             state.place,
             batch_size=options.batch_size,
             micro_batch=self.micro_batch,
-            anchors=options.anchors,
+            blocks=Blocks(options.anchors, self.drafter.config.block_size, options.small_blocks),
             longest=options.max_length,
             seed=options.seed,
         )
@@ -116,9 +116,7 @@ class Trainer:
         total_loss: mx.array | None = None
         gradients: Tree | None = None
         for part in parts:
-            loss, more = self._gradients(
-                self.state.parameters, mx.array(part.tokens), mx.array(part.anchors), mx.array(part.ends)
-            )
+            loss, more = self._gradients(self.state.parameters, *part.arrays())
             if gradients is None or total_loss is None:
                 total_loss, gradients = loss, more
             else:
@@ -178,12 +176,14 @@ def make_step(
 ) -> tuple[Callable[..., tuple[mx.array, Tree]], Callable[..., tuple[Tree, Tree]]]:
     """Two functions. Not compiled: on CUDA compiling them took a minute for each sequence length, a step 0.16 s.
 
-    gradients(parameters, tokens (B, T), anchors (B, A), ends (B, A)) -> loss, gradients
+    gradients(parameters, tokens (B, T), anchors, ends, sizes (B, A)) -> loss, gradients
     apply(parameters, optimizer state, gradients, learning rate, gradient scale) -> parameters, optimizer state
     """
     optimizer: optim.Optimizer = make_optimizer(options)
 
-    def loss_of(parameters: Tree, tokens: mx.array, anchors: mx.array, ends: mx.array) -> mx.array:
+    def loss_of(
+        parameters: Tree, tokens: mx.array, anchors: mx.array, ends: mx.array, sizes: mx.array
+    ) -> mx.array:
         features = target_features(target, tokens, drafter.config.target_layer_ids)
         return block_loss(
             target,
@@ -193,6 +193,7 @@ def make_step(
             tokens,
             anchors,
             ends,
+            sizes,
             options=options,
             chunk=chunk,
         )
@@ -215,6 +216,7 @@ def block_loss(
     tokens: mx.array,
     anchors: mx.array,
     ends: mx.array,
+    sizes: mx.array,
     *,
     options: TrainOptions,
     chunk: int,
@@ -223,13 +225,13 @@ def block_loss(
 
     That of DFlash 2 holds its selector's, too (`training/selector.py`).
 
-    features: (B, T, taps * D); tokens: (B, T); anchors, ends: (B, A).
+    features: (B, T, taps * D); tokens: (B, T); anchors, ends, sizes: (B, A), as in `batches.Batch`.
     """
     drafter.update(parameters)
     block = drafter.config.block_size
     labels, valid = labels_of(tokens, anchors, ends, block)
     anchor_tokens = mx.take_along_axis(tokens, anchors, axis=1)
-    hidden = draft_hidden(drafter, target.embed, features, anchor_tokens, anchors)[:, :, 1:]
+    hidden = draft_hidden(drafter, target.embed, features, anchor_tokens, anchors, sizes)[:, :, 1:]
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     selector = drafter.candidate_selector if isinstance(drafter, DFlash2Drafter) else None
     losses, *best = candidate_losses(

@@ -49,25 +49,29 @@ def tokens():
     return mx.array(np.random.default_rng(3).integers(0, VOCAB, (2, LENGTH)))
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_training_logits_equal_the_decode_loops(target, tokens, kind):
+def test_training_logits_equal_the_decode_loops(target, tokens, kind, whole):
     drafter = tiny_drafter(block_size=BLOCK, **KINDS[kind])
     anchors = mx.array([[2, 9, 30, 20], [38, 5, 6, 13]])
+    sizes = None if whole else mx.array([[6, 2, 3, 5], [4, 6, 2, 3]])
     features = target_features(target, tokens, drafter.config.target_layer_ids)
-    hidden = draft_hidden(drafter, target.embed, features, mx.take_along_axis(tokens, anchors, axis=1), anchors)
+    ids = mx.take_along_axis(tokens, anchors, axis=1)
+    hidden = draft_hidden(drafter, target.embed, features, ids, anchors, sizes)
     for row in range(2):
         for a, anchor in enumerate(anchors[row].tolist()):
+            size = BLOCK if sizes is None else int(sizes[row, a].item())
             cache = drafter.make_cache()
             # Two pieces, as the decode loop appends them.
             drafter.extend_context(features[row : row + 1, : anchor // 2], cache)
             drafter.extend_context(features[row : row + 1, anchor // 2 : anchor], cache)
-            block = mx.array([[tokens[row, anchor].item()] + [drafter.config.mask_token_id] * (BLOCK - 1)])
-            expected = drafter(target.embed(block), context_rows(drafter, cache, BLOCK))[0]
-            found = hidden[row, a]
+            block = mx.array([[tokens[row, anchor].item()] + [drafter.config.mask_token_id] * (size - 1)])
+            expected = drafter(target.embed(block), context_rows(drafter, cache, size))[0]
+            found = hidden[row, a, :size]
             assert mx.abs(target.head(found) - target.head(expected)).max().item() < 2e-4
             # With rejected features still in the cache, as the decode loop leaves them, it must agree too.
             drafter.extend_context(features[row : row + 1, anchor : anchor + 2], cache)
-            masked = drafter(target.embed(block), context_rows(drafter, cache, BLOCK, length=anchor))[0]
+            masked = drafter(target.embed(block), context_rows(drafter, cache, size, length=anchor))[0]
             assert mx.abs(masked - expected).max().item() < 2e-4
 
 
@@ -75,13 +79,13 @@ def loss_inputs(target, tokens, drafter):
     features = target_features(target, tokens, drafter.config.target_layer_ids)
     anchors = mx.array([[10, 25], [4, 30]])
     ends = mx.array([[34, 34], [12, 34]])
-    return features, anchors, ends
+    return features, anchors, ends, mx.full(anchors.shape, BLOCK)
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "causal", "second"])
 def test_features_at_or_behind_an_anchor_have_no_gradient(target, tokens, kind):
     drafter = tiny_drafter(block_size=BLOCK, **KINDS[kind])
-    features, anchors, ends = loss_inputs(target, tokens, drafter)
+    features, anchors, ends, sizes = loss_inputs(target, tokens, drafter)
     options = TrainOptions(model="unused/unused", out=".", block_size=BLOCK)
     parameters = drafter.parameters()
 
@@ -90,7 +94,9 @@ def test_features_at_or_behind_an_anchor_have_no_gradient(target, tokens, kind):
         chosen = mx.where(mx.arange(2)[None] == index, ends, 0)
 
         def loss(features, chosen=chosen):
-            return block_loss(target, drafter, parameters, features, tokens, anchors, chosen, options=options, chunk=7)
+            return block_loss(
+                target, drafter, parameters, features, tokens, anchors, chosen, sizes, options=options, chunk=7
+            )
 
         gradient = np.array(mx.abs(mx.grad(loss)(features)).sum(axis=-1))
         for row in range(2):
@@ -105,7 +111,7 @@ def test_features_at_or_behind_an_anchor_have_no_gradient(target, tokens, kind):
 @pytest.mark.parametrize("kind", ["full", "second"])
 def test_blocks_do_not_see_each_others_tokens(target, tokens, kind):
     drafter = tiny_drafter(block_size=BLOCK, **KINDS[kind])
-    features, anchors, _ = loss_inputs(target, tokens, drafter)
+    features, anchors, *_ = loss_inputs(target, tokens, drafter)
     ids = mx.take_along_axis(tokens, anchors, axis=1)
     embedded = target.embed(mx.arange(VOCAB))
     choices = mx.stack([mx.arange(VOCAB) == i for i in ids.reshape(-1)]).astype(mx.float32)

@@ -17,7 +17,7 @@ from dflash_mlx.generation import generate
 from dflash_mlx.loading import load_pair
 from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.training import run
-from dflash_mlx.training.batches import make_batch
+from dflash_mlx.training.batches import Blocks, make_batch
 from dflash_mlx.training.config import make_drafter
 from dflash_mlx.training.evaluate import greedy_only, replay
 from dflash_mlx.training.forward import draft_hidden, target_features
@@ -59,8 +59,8 @@ def test_the_selector_beats_the_head_behind_the_right_token(trained):
     target, drafter = load(options, quiet=True).target, load_drafter(options.out, dtype=mx.float32)
     assert isinstance(drafter, DFlash2Drafter)
     selector, block = drafter.candidate_selector, drafter.config.block_size
-    batch = make_batch(held_out(options), 12, np.random.default_rng(0), longest=options.max_length)
-    tokens, anchors, ends = mx.array(batch.tokens), mx.array(batch.anchors), mx.array(batch.ends)
+    batch = make_batch(held_out(options), Blocks(12, block), np.random.default_rng(0), longest=options.max_length)
+    tokens, anchors, ends, _ = batch.arrays()
     anchor_tokens = mx.take_along_axis(tokens, anchors, axis=1)
     labels, valid = labels_of(tokens, anchors, ends, block)
     features = target_features(target, tokens, drafter.config.target_layer_ids)
