@@ -17,8 +17,8 @@ _AHEAD = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens: (B, T) int32, padded with 0. anchors, ends, sizes: (B, A) int32, where each block begins, where its labels
-    end at the latest, and how many rows it has. An end of 0 marks an unused anchor.
+    """tokens: (B, T) int32, padded with 0. anchors, ends, sizes: (B, A) int32, where each block begins, where its
+    labels end at the latest, and how many rows it has. An end of 0 marks an unused anchor.
     """
 
     tokens: np.ndarray

@@ -181,9 +181,7 @@ def make_step(
     """
     optimizer: optim.Optimizer = make_optimizer(options)
 
-    def loss_of(
-        parameters: Tree, tokens: mx.array, anchors: mx.array, ends: mx.array, sizes: mx.array
-    ) -> mx.array:
+    def loss_of(parameters: Tree, tokens: mx.array, anchors: mx.array, ends: mx.array, sizes: mx.array) -> mx.array:
         features = target_features(target, tokens, drafter.config.target_layer_ids)
         return block_loss(
             target,
