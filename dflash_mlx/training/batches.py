@@ -72,27 +72,31 @@ class Blocks:
     size: int
     small_share: float = 0.0
 
-    def sizes(self, rows: int, rng: np.random.Generator) -> np.ndarray:
-        """(rows, count): `size`, or any number from 2 to below it."""
+    def sizes(self, rng: np.random.Generator) -> np.ndarray:
+        """(count,), of one conversation: `size`, or any number from 2 to below it."""
         if self.size == 2:
-            return np.full((rows, self.count), 2, np.int32)
-        small = rng.random((rows, self.count)) < self.small_share
-        return np.where(small, rng.integers(2, self.size, small.shape), self.size).astype(np.int32)
+            return np.full(self.count, 2, np.int32)
+        small = rng.random(self.count) < self.small_share
+        return np.where(small, rng.integers(2, self.size, self.count), self.size).astype(np.int32)
 
 
 def make_batch(conversations: list[Conversation], blocks: Blocks, rng: np.random.Generator, *, longest: int) -> Batch:
-    """A batch with up to `blocks.count` different random anchors a row; rows are cut at `longest` tokens."""
+    """A batch with up to `blocks.count` different random anchors a row; rows are cut at `longest` tokens.
+
+    What is random is drawn row after row, so that a batch in parts is the same.
+    """
     length = padded_length(min(longest, max(len(c.tokens) for c in conversations)), longest)
     tokens = np.zeros((len(conversations), length), np.int32)
     starts = np.zeros((len(conversations), blocks.count), np.int32)
     ends = np.zeros_like(starts)
-    sizes = blocks.sizes(len(conversations), rng)
+    sizes = np.zeros_like(starts)
     for row, conversation in enumerate(conversations):
         cut = conversation.tokens[:length]
         tokens[row, : len(cut)] = cut
         positions, limits = candidates(conversation, len(cut))
         chosen = rng.permutation(len(positions))[: blocks.count]
         starts[row, : len(chosen)], ends[row, : len(chosen)] = positions[chosen], limits[chosen]
+        sizes[row] = blocks.sizes(rng)
     return Batch(tokens, starts, np.minimum(ends, starts + sizes), sizes)
 
 

@@ -166,6 +166,7 @@ def test_the_shipped_drafter() -> None:
         "curves-2.svg",
         "curves-3.svg",
         "curves-4.svg",
+        "curves-5.svg",
         "model.safetensors",
         "topics.txt",
     ]
