@@ -167,16 +167,24 @@ def headings(document: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
 
 
+def files_of_the_site() -> set[Path]:
+    """What `make site` puts there, by the patterns of its hook."""
+    hook = (ROOT / "scripts" / "site.py").read_text(encoding="utf-8")
+    patterns = re.findall(r'"([^"]+)"', "".join(re.findall(r"^(?:CARD|PAGES) = .*$", hook, re.MULTILINE)))
+    return {path.resolve() for pattern in patterns for path in ROOT.glob(pattern)}
+
+
 @pytest.mark.parametrize("name", [*DOCUMENTS, "CHANGELOG.md", "models/smollm2-135m-dflash/README.md"])
 def test_links_lead_somewhere(name: str) -> None:
-    """To files that exist, and to headings that they have."""
-    path = ROOT / name
+    """To files that exist, in the repository and on the site, and to headings that they have."""
+    path, of_the_site = ROOT / name, files_of_the_site()
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(path.read_text(encoding="utf-8"))):
         if re.match(r"[a-z]+:", link):
             continue
         file, _, heading = link.partition("#")
         target = path.parent / file if file else path
         assert target.is_file(), f"{name}: {link} leads nowhere"
+        assert target.resolve() in of_the_site, f"{name}: {link} leads to what is not on the site"
         if heading:
             assert heading in headings(target.read_text(encoding="utf-8")), f"{name}: {link} leads to no heading"
 
