@@ -10,7 +10,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache
-from tiny import FAMILIES, LAYERS, VOCAB, ScriptedDrafter, mostly_slow, plain_tokens, tiny_drafter, tiny_target
+from tiny import (
+    FAMILIES,
+    LAYERS,
+    SECOND,
+    VOCAB,
+    ScriptedDrafter,
+    mostly_slow,
+    plain_tokens,
+    tiny_drafter,
+    tiny_target,
+)
 
 from dflash_mlx.decoding import decode as one_answer
 from dflash_mlx.decoding.accept import Coupled, Greedy
@@ -67,10 +77,11 @@ def make_drafter(kind, target, prompt, rng, block_size, truth=None):
     """`truth`: at least 64 tokens of the plain answer, where they are known."""
     if kind == "ngram":
         return NgramDrafter(block_size - 1, always=rng.random() < 0.5)
-    base = tiny_drafter(block_size=block_size, seed=rng.randrange(1000), taps=rng.choice([(0, 2), (1,), (0, 1, 3)]))
+    taps, parts = rng.choice([(0, 2), (1,), (0, 1, 3)]), SECOND if kind == "second" else {}
+    base = tiny_drafter(block_size=block_size, seed=rng.randrange(1000), taps=taps, **parts)
     if kind == "steps":
         base = base.drafting_as(DFlashConfig(None, rng.randint(2, 5), rng.choice(["cosine", "linear"])))
-    if kind in ("random", "steps", "both"):
+    if kind in ("random", "second", "steps", "both"):
         return WithNgram(base) if kind == "both" else base
     script = {len(prompt) + i: token for i, token in enumerate(truth or plain_tokens(target, prompt, 64))}
     if kind == "perfect":
@@ -105,7 +116,7 @@ def test_equals_plain_decoding(target, part, monkeypatch):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 15, 16, 17, 18, 40]))]
         max_tokens = rng.choice([1, 2, 3, block_size, block_size + 1, rng.randint(1, 40)])
         truth = plain_tokens(target, prompt, 64)
-        kind = rng.choice(["random", "hostile", "perfect", "ngram", "both", "steps"])
+        kind = rng.choice(["random", "hostile", "perfect", "ngram", "both", "steps", "second"])
         drafter = make_drafter(kind, target, prompt, rng, block_size, truth)
         free = truth[:max_tokens]
         # Half of the cases stop at a token of the answer, so that stops fall on every offset of a block.

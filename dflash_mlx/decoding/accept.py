@@ -160,8 +160,11 @@ class Coupled:
     def preferences(
         self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None = None
     ) -> mx.array:
-        noise = self._noise(position, logits.shape[0], vocabulary.size if vocabulary else logits.shape[1])
-        return sampling_scores(logits, self.params) + (noise[:, vocabulary.token_ids] if vocabulary else noise)
+        noise = self._noise(position, logits.shape[0], vocabulary.size if vocabulary else logits.shape[-1])
+        if vocabulary is not None:
+            ids = vocabulary.token_ids
+            noise = noise[:, ids] if ids.ndim == 1 else mx.take_along_axis(noise, ids, axis=1)
+        return sampling_scores(logits, self.params) + noise.reshape(len(noise), *[1] * (logits.ndim - 2), -1)
 
     def choose(self, logits: mx.array, position: int | mx.array, tree: DraftTree) -> mx.array:
         return self._draw(logits, self._noise(position, tree.depth + 1, logits.shape[1])[tree.depths])

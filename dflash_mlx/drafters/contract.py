@@ -79,6 +79,10 @@ class Drafted:
     proposals: list[Proposal] | None = None
     grown: Grown | None = None
 
+    @classmethod
+    def of_proposals(cls, proposals: list[Proposal], logits: mx.array) -> "Drafted":
+        return cls(mx.stack([proposal.tokens for proposal in proposals]), logits, proposals=proposals)
+
     @property
     def confidence(self) -> mx.array:
         """Logarithms of the chance of the best token at each place, (B, W) float32."""
@@ -99,7 +103,11 @@ class TreeChooser(Chooser, Protocol):
     """The same for an answer whose drafts may be a tree (`decoding.accept.TreeStrategy`)."""
 
     def preferences(self, logits: mx.array, position: int | mx.array, vocabulary: DraftVocabulary | None) -> mx.array:
-        """Scores (W, n): by them the target would choose if its logits were the drafter's, (W, n)."""
+        """Scores like the logits (W, n): by them the target would choose if its logits were these.
+
+        logits may also be (W, R, n), R rows for each place. The tokens of a `vocabulary` may be (W, n), too, other ones
+        for each place.
+        """
 
 
 class Writer(Protocol):
@@ -133,14 +141,14 @@ class Nobody:
         return []
 
 
-def choose_tokens(
+def draft_each_place(
     writers: Sequence[Writer], logits: mx.array, position: mx.array, vocabulary: DraftVocabulary | None
-) -> mx.array:
-    """Tokens (B, W) as each writer chooses them by its logits (B, W, n), from the positions (B,) on."""
+) -> Drafted:
+    """Drafts as each writer chooses them by its logits (B, W, n), from the positions (B,) on: each place for itself."""
     if all(writer.is_plain_greedy for writer in writers):
-        return best_tokens(logits, vocabulary)
+        return Drafted(best_tokens(logits, vocabulary), logits)
     proposals = [writer.strategy.propose(logits[row], position[row], vocabulary) for row, writer in enumerate(writers)]
-    return mx.stack([proposal.tokens for proposal in proposals])
+    return Drafted.of_proposals(proposals, logits)
 
 
 class Outlook(Enum):

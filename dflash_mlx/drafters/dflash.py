@@ -19,7 +19,7 @@ from dflash_mlx.caches.row_layers import RowKVCache
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.attention_mask import BlockMask, block_mask
 from dflash_mlx.drafters.config import DraftConfig
-from dflash_mlx.drafters.contract import Chooser, DraftVocabulary, Proposal
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, draft_each_place
 from dflash_mlx.drafters.denoising import DFlashConfig
 from dflash_mlx.drafters.dflash_state import DFlashState
 from dflash_mlx.drafters.rope import make_rope
@@ -185,16 +185,19 @@ class DFlashDrafter(nn.Module):
 
     def choose(
         self,
-        chooser: Chooser,
+        writers: Sequence[Writer],
         logits: mx.array,
         hidden: mx.array,
         *,
-        anchor: mx.array,
-        position: int | mx.array,
+        anchors: mx.array,
+        position: mx.array,
         vocabulary: DraftVocabulary | None,
-    ) -> Proposal:
-        """One answer's drafts after its `anchor` (1,), by its logits (W, n) and hidden states (W, D) of the places."""
-        return chooser.propose(logits, position, vocabulary)
+        tree: bool,
+    ) -> Drafted:
+        """Drafts of B answers after their `anchors` (B,), by the logits (B, W, n) and hidden states (B, W, D) of W
+        places, the first of which are at `position` (B,). tree: of the only answer a tree is wanted.
+        """
+        return draft_each_place(writers, logits, position, vocabulary)
 
     def rope_of(self, layer: int) -> nn.Module:
         return self._ropes[self.config.layer_types[layer]]

@@ -7,15 +7,16 @@ candidate by the one chosen before it, so that the drafts are one path. Format a
 A new one drafts as a DFlash drafter does: its convolutions pass every row on, and its selector adds nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.drafters.config import DraftConfig
-from dflash_mlx.drafters.contract import Chooser, DraftVocabulary, Proposal
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, TreeChooser, Writer
 from dflash_mlx.drafters.dflash import DFlashDrafter, DraftLayer
-from dflash_mlx.drafters.path import propose_path
+from dflash_mlx.drafters.path import grow_paths, propose_path
 from dflash_mlx.sampling import best_columns
 
 
@@ -100,12 +101,16 @@ class PathSelector(nn.Module):
         codes = self.predecessor_codebook(previous).astype(mx.float32)
         return unary.astype(mx.float32) + (links * codes[:, None]).sum(axis=-1)
 
+    def scores_after_each(self, unary: mx.array, links: mx.array, previous: mx.array) -> mx.array:
+        """The same after each of P tokens, `previous` (W, P): (W, P, top_k)."""
+        codes = self.predecessor_codebook(previous).astype(mx.float32)
+        return unary.astype(mx.float32)[:, None] + codes @ links.swapaxes(-1, -2)
+
 
 class DFlash2Drafter(DFlashDrafter):
     """A DFlash 2 drafter: in the decode loop, `candidate_selector` chooses the drafts (`path.py`)."""
 
     layer_class = DraftLayer2
-    supports_trees = False
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__(config)
@@ -113,20 +118,37 @@ class DFlash2Drafter(DFlashDrafter):
 
     def choose(
         self,
-        chooser: Chooser,
+        writers: Sequence[Writer],
         logits: mx.array,
         hidden: mx.array,
         *,
-        anchor: mx.array,
-        position: int | mx.array,
+        anchors: mx.array,
+        position: mx.array,
         vocabulary: DraftVocabulary | None,
-    ) -> Proposal:
-        return propose_path(
-            self.candidate_selector,
-            chooser,
-            hidden=hidden,
-            logits=logits,
-            anchor=anchor,
-            position=position,
-            vocabulary=vocabulary or DraftVocabulary(mx.arange(logits.shape[-1]), self.config.vocab_size),
-        )
+        tree: bool,
+    ) -> Drafted:
+        vocabulary = vocabulary or DraftVocabulary(mx.arange(logits.shape[-1]), self.config.vocab_size)
+        if tree:
+            [writer] = writers
+            return grow_paths(
+                self.candidate_selector,
+                cast(TreeChooser, writer.strategy),
+                hidden=hidden[0],
+                logits=logits[0],
+                anchor=anchors,
+                position=position,
+                vocabulary=vocabulary,
+            )
+        proposals = [
+            propose_path(
+                self.candidate_selector,
+                writer.strategy,
+                hidden=hidden[row],
+                logits=logits[row],
+                anchor=anchors[row : row + 1],
+                position=position[row],
+                vocabulary=vocabulary,
+            )
+            for row, writer in enumerate(writers)
+        ]
+        return Drafted.of_proposals(proposals, logits)

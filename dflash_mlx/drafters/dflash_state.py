@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, best_tokens, choose_tokens, confidence
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, confidence, draft_each_place
 from dflash_mlx.drafters.denoising import surest
 from dflash_mlx.drafters.row_state import RowState
 from dflash_mlx.targets.target import Target
@@ -101,20 +101,9 @@ class DFlashState(RowState):
         if self.drafter.drafting.diffusion_steps > 1:
             return self._propose_in_steps(writers, anchors, at, places, room=room)
         logits, hidden = self.draft(anchors, at, self._masks(anchors, places), room=room)
-        if self.drafter.supports_trees and all(writer.is_plain_greedy for writer in writers):
-            return Drafted(best_tokens(logits, self.vocabulary), logits)
-        proposals = [
-            self.drafter.choose(
-                writer.strategy,
-                logits[row],
-                hidden[row],
-                anchor=anchors[row : row + 1],
-                position=at[row] + 1,
-                vocabulary=self.vocabulary,
-            )
-            for row, writer in enumerate(writers)
-        ]
-        return Drafted(mx.stack([proposal.tokens for proposal in proposals]), logits, proposals=proposals)
+        return self.drafter.choose(
+            writers, logits, hidden, anchors=anchors, position=at + 1, vocabulary=self.vocabulary, tree=tree
+        )
 
     def _propose_in_steps(
         self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int
@@ -126,7 +115,7 @@ class DFlashState(RowState):
         for count in self.drafter.drafting.fixed_counts(places):
             said, _ = self.draft(anchors, at, tokens, room=room)
             logits = said if logits is None else mx.where(fixed[..., None], logits, said)
-            chosen = choose_tokens(writers, said, at + 1, self.vocabulary).astype(mx.uint32)
+            chosen = draft_each_place(writers, said, at + 1, self.vocabulary).tokens.astype(mx.uint32)
             now = surest(confidence(logits), fixed, count)
             tokens, fixed = mx.where(fixed, tokens, mx.where(now, chosen, masks)), now
         return Drafted(tokens, logits)

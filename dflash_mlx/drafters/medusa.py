@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.checkpoint import Weights, filled, read_weights
-from dflash_mlx.drafters.contract import Drafted, Writer, best_tokens
+from dflash_mlx.drafters.contract import Drafted, Writer, draft_each_place
 from dflash_mlx.drafters.row_state import RowState
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub.folder import read_json
@@ -131,10 +131,7 @@ class MedusaState(RowState):
     ) -> Drafted:
         self.rows.lengths.value = at
         [logits] = self._passes.draft(self.rows, mx.arange(places))
-        if all(writer.is_plain_greedy for writer in writers):
-            return Drafted(best_tokens(logits, None), logits)
-        proposals = [writer.strategy.propose(logits[row], at[row] + 1, None) for row, writer in enumerate(writers)]
-        return Drafted(mx.stack([proposal.tokens for proposal in proposals]), logits, proposals=proposals)
+        return draft_each_place(writers, logits, at + 1, None)
 
 
 class _Passes:

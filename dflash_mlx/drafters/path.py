@@ -1,10 +1,12 @@
-"""Drafting a path: each draft is chosen among a few candidates, scored by the draft before it (DFlash 2's selector)."""
+"""Drafting with DFlash 2's selector: each draft is one of a few candidates, scored by the draft before it."""
 
 from typing import Protocol
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.contract import Chooser, DraftVocabulary, Proposal
+from dflash_mlx.drafters.contract import Chooser, Drafted, DraftVocabulary, Proposal, TreeChooser
+from dflash_mlx.drafters.growing import grow
+from dflash_mlx.drafters.ranking import BRANCHES, Ranking, rank
 
 
 class Selector(Protocol):
@@ -15,6 +17,8 @@ class Selector(Protocol):
     def links(self, hidden: mx.array, candidates: mx.array) -> mx.array: ...
 
     def scores(self, unary: mx.array, links: mx.array, previous: mx.array) -> mx.array: ...
+
+    def scores_after_each(self, unary: mx.array, links: mx.array, previous: mx.array) -> mx.array: ...
 
 
 def propose_path(
@@ -49,3 +53,44 @@ def propose_path(
         mx.concatenate([step.tokens for step in steps]),
         mx.concatenate(probs) if probs else None,
     )
+
+
+def grow_paths(
+    selector: Selector,
+    chooser: TreeChooser,
+    *,
+    hidden: mx.array,
+    logits: mx.array,
+    anchor: mx.array,
+    position: int | mx.array,
+    vocabulary: DraftVocabulary,
+) -> Drafted:
+    """Grow what a tree of drafts after `anchor` (1,) is chosen from, without leaving the device.
+
+    hidden: (W, D), logits: (W, n) for the vocabulary's n tokens. All candidates of a place are scored after each one of
+    the place before it, at once. A candidate's chance is the selector's choice among the candidates, times the head's
+    chance that the token is one of them at all.
+    """
+    columns = selector.candidates(logits)
+    tokens, unary = vocabulary.token_ids[columns], mx.take_along_axis(logits, columns, axis=-1)
+    places, count = columns.shape
+    previous = mx.concatenate([mx.broadcast_to(anchor.astype(tokens.dtype), (1, count)), tokens[:-1]])
+    scores = selector.scores_after_each(unary, selector.links(hidden, tokens), previous)
+    scores = chooser.preferences(scores, position, DraftVocabulary(tokens, vocabulary.size))
+    ranking = rank(scores.reshape(-1, count), BRANCHES)
+    branches = ranking.token_ids.shape[1]
+    unary, total = unary.astype(mx.float32), mx.logsumexp(logits.astype(mx.float32), axis=-1)
+    among = mx.logsumexp(unary, axis=-1) - total
+    log_probs = (ranking.log_probs.reshape(places, -1) + among[:, None]).reshape(-1, branches)
+    # Candidates are counted through all places. What may follow one is said in the row of the same candidate, one place
+    # further; the first place says the same in all its rows.
+    followers = ranking.token_ids + (mx.arange(places * count) // count * count)[:, None]
+
+    def follow(ends: mx.array, parents: mx.array, visible: mx.array) -> Ranking:
+        rows = ends + count
+        return Ranking(followers[rows], log_probs[rows])
+
+    grown = grow(Ranking(followers[:1], log_probs[:1]), follow, places)
+    grown.token_ids = tokens.flatten()[grown.token_ids]
+    # A policy compares trees with chains, whose chances are the head's.
+    return Drafted(grown.token_ids[grown.best][None], log_probs=(unary.max(axis=-1) - total)[None], grown=grown)

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import KVCache
 from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.tree_rows import branched, find_ropes
-from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, TreeChooser, Writer, choose_tokens
+from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, TreeChooser, Writer, draft_each_place
 from dflash_mlx.drafters.growing import grow
 from dflash_mlx.drafters.ranking import BRANCHES, Ranking, rank
 from dflash_mlx.drafters.row_state import RowState
@@ -207,8 +207,7 @@ class StepwiseState(RowState):
         ids = self.vocabulary.token_ids if self.vocabulary else None
         if not writer.is_plain_greedy:
             chooser = cast(TreeChooser, writer.strategy)
-            rows = [chooser.preferences(row[None], position, self.vocabulary) for row in logits]
-            logits = mx.concatenate(rows)
+            logits = chooser.preferences(logits[None], position, self.vocabulary)[0]
         return rank(logits, BRANCHES, ids)
 
     def withdraw(self) -> None:
@@ -217,7 +216,7 @@ class StepwiseState(RowState):
 
     def _choose(self, writers: Sequence[Writer], logits: mx.array, position: mx.array) -> mx.array:
         """A token of each row, (B,), by logits (B, 1, n) for the positions (B,)."""
-        return choose_tokens(writers, logits, position, self.vocabulary)[:, 0].astype(mx.uint32)
+        return draft_each_place(writers, logits, position, self.vocabulary).tokens[:, 0].astype(mx.uint32)
 
     def _right_before(self, at: mx.array) -> mx.array:
         """How many entries of each row are right when its anchor is at the positions `at` (B,); -1 when that is 0.

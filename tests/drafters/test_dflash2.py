@@ -1,4 +1,4 @@
-"""DFlash 2 drafters in the decode loop: whatever the selector chooses, the answer is the target's.
+"""DFlash 2 drafters in the decode loop: whatever the selector chooses, in chains and trees, the answer is the target's.
 
 That a forward and a path equal the official ones is in test_official.py.
 """
@@ -8,6 +8,7 @@ import random
 from functools import cache
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from test_sampling import CASES, PROMPT, VOCAB, chi_square_p, exact_joint, sample
@@ -18,7 +19,8 @@ from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.policies import Choice
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.dflash2 import PathSelector
-from dflash_mlx.drafters.path import propose_path
+from dflash_mlx.drafters.path import grow_paths, propose_path
+from dflash_mlx.drafters.ranking import BRANCHES
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.sampling import SamplingParams, best_columns
 
@@ -68,21 +70,23 @@ def test_greedy_answers_are_those_of_plain_decoding(family, changes):
         drafter = tiny_drafter(block_size=block_size, seed=seed, **{**SECOND, **changes})
         prompt = [rng.randrange(48) for _ in range(rng.choice([1, 7, 30]))]
         width = rng.randint(1, block_size - 1)
-        steps = list(
-            decode(
-                Session(target, drafter),
-                prompt,
-                strategy=Greedy(),
-                policy=FixedWidth(width),
-                max_tokens=25,
-                eos_ids=set(),
+        for policy in (FixedWidth(width), FixedWidth(width, places=block_size - 1)):
+            steps = list(
+                decode(
+                    Session(target, drafter),
+                    prompt,
+                    strategy=Greedy(),
+                    policy=policy,
+                    max_tokens=25,
+                    eos_ids=set(),
+                )
             )
-        )
-        assert [token for step in steps for token in step.tokens] == plain_tokens(target, prompt, 25)
-        assert any(step.width == width for step in steps)
+            assert [token for step in steps for token in step.tokens] == plain_tokens(target, prompt, 25)
+            assert any(step.width == width for step in steps)
 
 
-def test_a_selector_that_knows_the_answer_is_followed():
+@pytest.mark.parametrize("places", [0, 5], ids=["chains", "trees"])
+def test_a_selector_that_knows_the_answer_is_followed(places):
     """Codes that lead from each token of the answer to the next make every draft right, whatever the head says."""
     target = tiny_target("llama")
     answers = ([prompt, *plain_tokens(target, [prompt], 9)] for prompt in range(48))
@@ -95,7 +99,9 @@ def test_a_selector_that_knows_the_answer_is_followed():
     selector.predecessor_codebook.weight, selector.successor_codebook.weight = codes, mx.eye(48)
     selector.links = lambda hidden, candidates: selector.successor_codebook(candidates)
     session = Session(target, drafter)
-    steps = list(decode(session, truth[:1], strategy=Greedy(), policy=FixedWidth(4), max_tokens=9, eos_ids=set()))
+    steps = list(
+        decode(session, truth[:1], strategy=Greedy(), policy=FixedWidth(4, places), max_tokens=9, eos_ids=set())
+    )
     assert [(step.width, step.num_accepted) for step in steps[:2]] == [(0, 0), (4, 4)]
     # The last round was queued before the limit was known to cut it.
     assert all(step.num_accepted == step.width for step in steps[:-1])
@@ -151,15 +157,15 @@ def test_a_seed_gives_the_same_answer_as_without_a_drafter(pair):
                     Session(target, with_),
                     PROMPT,
                     strategy=Coupled(params),
-                    policy=FixedWidth(3 if with_ else 0),
+                    policy=policy,
                     max_tokens=20,
                     eos_ids=set(),
                 )
                 for token in step.tokens
             ]
-            for with_ in (None, drafter)
+            for with_, policy in ((None, FixedWidth(0)), (drafter, FixedWidth(3)), (drafter, FixedWidth(5, places=3)))
         ]
-        assert answers[0] == answers[1]
+        assert answers[0] == answers[1] == answers[2]
 
 
 def test_the_distributions_reported_are_those_drawn_from(pair):
@@ -230,3 +236,48 @@ def test_the_places_of_a_path_are_drawn_independently(kind):
         counts[places] = counts.get(places, 0) + 1
     expected = {(a, b): probs[a] * probs[b] for a in range(3) for b in range(3)}
     assert chi_square_p(counts, expected, runs) > 1e-3
+
+
+@pytest.mark.parametrize("ids", [None, tuple(range(40, 8, -2))], ids=["all tokens", "some"])
+@pytest.mark.parametrize("strategy", [Greedy(), Coupled(SamplingParams(temperature=0.8, seed=3))])
+@pytest.mark.parametrize(("places", "top_k"), [(1, 3), (4, 3), (5, 12)])
+def test_what_a_tree_is_chosen_from_are_the_likeliest_paths(places, top_k, strategy, ids):
+    """Compared with a search on the host that asks the selector for each path, as drafting a chain does."""
+    drafter = tiny_drafter(**{**SECOND, "selector_top_k": top_k})
+    selector, size = drafter.candidate_selector, 48
+    assert mx.abs(selector.successor_codebook.weight).max().item() > 0.1
+    vocabulary = DraftVocabulary(mx.array(ids or list(range(size))), size)
+    hidden = mx.random.normal((places, HIDDEN), key=mx.random.key(0))
+    logits = 2 * mx.random.normal((places, vocabulary.token_ids.size), key=mx.random.key(1))
+    drafted = grow_paths(
+        selector, strategy, hidden=hidden, logits=logits, anchor=mx.array([2]), position=9, vocabulary=vocabulary
+    )
+    probs = mx.softmax(logits, axis=-1)
+    assert np.exp(np.array(drafted.confidence)) == pytest.approx(np.array(probs.max(axis=-1))[None], rel=1e-4)
+
+    @cache
+    def said_after(place, token):
+        """The tokens that may come at a place after one before it, by their logarithms, the likeliest eight."""
+        columns = selector.candidates(logits[place : place + 1])
+        tokens, unary = vocabulary.token_ids[columns], mx.take_along_axis(logits[place : place + 1], columns, axis=-1)
+        scores = selector.scores(unary, selector.links(hidden[place : place + 1], tokens), mx.array([token]))
+        few = DraftVocabulary(tokens[0], size)
+        log_probs = nn.log_softmax(strategy.preferences(scores, 9 + place, few), axis=-1)
+        among = mx.log(mx.take_along_axis(probs[place : place + 1], columns, axis=-1).sum())
+        said = dict(zip(tokens[0].tolist(), (log_probs[0] + among).tolist(), strict=True))
+        return dict(sorted(said.items(), key=lambda item: -item[1])[:BRANCHES])
+
+    beam, expected = {(): 0.0}, {}
+    for place in range(places):
+        found = {}
+        for path, total in beam.items():
+            for token, log_prob in said_after(place, path[-1] if path else 2).items():
+                found[(*path, token)] = total + log_prob
+                expected[(*path, token)] = log_prob
+        best = max(found, key=found.get)
+        assert drafted.tokens[0, place].item() == best[-1]
+        beam = dict(sorted(found.items(), key=lambda item: -item[1])[: min(BRANCHES, top_k)])
+    tokens, grown = drafted.grown.token_ids.tolist(), drafted.grown
+    paths = [tuple(tokens[i] for i in path if i < len(tokens)) for path in grown.paths.tolist()]
+    assert sorted(paths) == sorted(expected)
+    assert grown.log_probs.tolist() == pytest.approx([expected[path] for path in paths], abs=1e-4)

@@ -4,7 +4,7 @@ import pytest
 import test_sampling
 from mlx.utils import tree_map
 from test_sampling import PROMPT, VOCAB
-from tiny import HIDDEN, randomize, tiny_eagle3, tiny_target
+from tiny import HIDDEN, SECOND, randomize, tiny_drafter, tiny_eagle3, tiny_target
 
 from dflash_mlx.decoding.accept import Rejection
 from dflash_mlx.drafters.draft_model import DraftModel
@@ -36,13 +36,18 @@ def medusa(target):
     return MedusaDrafter(network, target_layers=1)
 
 
+def dflash2(target):
+    one_layer = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "num_target_layers": 1}
+    return tiny_drafter(block_size=PLACES + 1, taps=(0,), vocab_size=VOCAB, **one_layer, **SECOND)
+
+
 def mtp(target):
     network = MTPNetwork(HIDDEN, 1e-5, type(target.layers[0])(target.model.args), norms_between=True)
     randomize(network, 6)
     return MTPDrafter(network, target, places=PLACES)
 
 
-FOR_CI = [(eagle3, 7), (medusa, 0)]
+FOR_CI = [(eagle3, 7), (medusa, 0), (dflash2, 7)]
 
 
 @pytest.mark.parametrize(
