@@ -22,7 +22,7 @@ from dflash_mlx.policy.width import DEPTHS, SHALLOW, STEEP, FixedWidth, RoundCos
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 24
+_SCHEMA = 25
 # On CUDA rounds are timed after so many tokens, too, since on a fast GPU attention shows only there; unless caches of
 # one answer then take more than this share of the memory.
 _FURTHER, _MOST_MEMORY = (3840, 16128), 0.02
@@ -35,7 +35,8 @@ _AGREEING, _MOST_TURNS, _LONG = 2, 8, 20.0
 _MOST_FAR = 0.1
 # A turn takes a few times this long at most; widths not reached are interpolated.
 _SECONDS_TO_SPEND = 2.0
-# The fewest widths where rounds wait for their drafts, and the most where they do not: each may have to be compiled.
+# The fewest widths, a tree with more drafts than places among them, and the most where rounds do not wait for their
+# drafts: each may have to be compiled.
 _FEWEST, _FEW = 4, 10
 # Rounds that it takes to time one of those, about.
 _ROUNDS_EACH = 12
@@ -208,7 +209,7 @@ def _measure_queued(costs: PairCosts, places: int, timer: Timer, plain_after: di
     kinds = [kind for kind in (costs.chains, costs.trees) if kind is not None]
     # Each is timed for a few rounds, and some more to warm up.
     rounds = _SECONDS_TO_SPEND / costs.chains.round_seconds[places] / _ROUNDS_EACH
-    widths = _order(places)[: max(3, min(_FEW, int(rounds / len(kinds))))]
+    widths = _order(places)[: max(_FEWEST, min(_FEW, int(rounds / len(kinds))))]
     drafts = {width: timer.draft(width) for width in widths if width <= places}
     few = sorted({places, *wide_sizes(places)} & set(widths))
 
