@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dflash_mlx.bench.choices import judged
 from dflash_mlx.bench.record import PromptResult, Results, Round, Run, ratio
 from dflash_mlx.bench.statistics import Interval, median_interval, middle, quantile, ratio_interval
 
@@ -219,6 +220,12 @@ def verdict(results: Results, figures: Sequence[Figures]) -> list[str]:
                 f"{name} answers {as_fast(found.answer_speedup)} as {results.baseline}"
                 f"{between(found.answer_interval)}{_against(results, setting, name)}."
             )
+    if (chosen := judged(results, complete_in(results, setting))) is not None:
+        among = f"the best of {chosen.fixed} fixed ones" if chosen.fixed > 1 else "the fixed one"
+        lines.append(
+            f"If rounds of the same kind took equally long, the automatic choice would be {as_fast(chosen.share)} as "
+            f"{chosen.best}, {among} ({times(chosen.lowest)} to {times(chosen.highest)} of the best for each prompt)."
+        )
     return lines
 
 

@@ -9,6 +9,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.sample_utils import make_sampler
 
 from dflash_mlx.answer import fitting_max_tokens
+from dflash_mlx.bench.choices import BY_SPEED
 from dflash_mlx.bench.load import Arrival
 from dflash_mlx.generation import GenerationResponse, Prompt, encode, stream_generate, stream_many
 from dflash_mlx.pair import ModelPair
@@ -31,7 +32,7 @@ class Local:
         """What it is, for reports."""
         if not self.draft:
             return "dflash-mlx without drafts"
-        width = "width by measured speed" if self.width is None else f"width {self.width}"
+        width = BY_SPEED if self.width is None else f"width {self.width}"
         return f"dflash-mlx, {width}{', trees' if self.tree else ''}"
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Iterator[GenerationResponse]:
