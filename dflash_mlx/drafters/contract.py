@@ -81,6 +81,7 @@ class Drafted:
 
     @classmethod
     def of_proposals(cls, proposals: list[Proposal], logits: mx.array) -> "Drafted":
+        """Drafts that each of B answers chose by its logits (B, W, n)."""
         return cls(mx.stack([proposal.tokens for proposal in proposals]), logits, proposals=proposals)
 
     @property

@@ -94,17 +94,12 @@ class PathSelector(nn.Module):
         return self.hidden_projection(hidden).astype(mx.float32)[:, None] * successors
 
     def scores(self, unary: mx.array, links: mx.array, previous: mx.array) -> mx.array:
-        """Scores (W, top_k) of the positions' candidates after the tokens `previous` (W,), in float32.
+        """Scores (..., top_k) of the positions' candidates after the tokens `previous` (...), in float32.
 
-        unary: (W, top_k), their logits; links: (W, top_k, rank), as `links` gives them.
+        unary: (..., top_k), their logits; links: (..., top_k, rank), as `links` gives them. Axes of 1 are repeated.
         """
         codes = self.predecessor_codebook(previous).astype(mx.float32)
-        return unary.astype(mx.float32) + (links * codes[:, None]).sum(axis=-1)
-
-    def scores_after_each(self, unary: mx.array, links: mx.array, previous: mx.array) -> mx.array:
-        """The same after each of P tokens, `previous` (W, P): (W, P, top_k)."""
-        codes = self.predecessor_codebook(previous).astype(mx.float32)
-        return unary.astype(mx.float32)[:, None] + codes @ links.swapaxes(-1, -2)
+        return unary.astype(mx.float32) + (links * codes[..., None, :]).sum(axis=-1)
 
 
 class DFlash2Drafter(DFlashDrafter):

@@ -18,8 +18,6 @@ class Selector(Protocol):
 
     def scores(self, unary: mx.array, links: mx.array, previous: mx.array) -> mx.array: ...
 
-    def scores_after_each(self, unary: mx.array, links: mx.array, previous: mx.array) -> mx.array: ...
-
 
 def propose_path(
     selector: Selector,
@@ -37,10 +35,7 @@ def propose_path(
     candidates as it would among a small vocabulary, so the distributions it reports are those it drew from, and its
     acceptance stays lossless.
     """
-    columns = selector.candidates(logits)
-    tokens = vocabulary.token_ids[columns]
-    unary = mx.take_along_axis(logits, columns, axis=-1)
-    links = selector.links(hidden, tokens)
+    tokens, unary, links = _candidates(selector, hidden, logits, vocabulary)
     previous = anchor
     steps: list[Proposal] = []
     for i in range(logits.shape[0]):
@@ -71,11 +66,10 @@ def grow_paths(
     the place before it, at once. A candidate's chance is the selector's choice among the candidates, times the head's
     chance that the token is one of them at all.
     """
-    columns = selector.candidates(logits)
-    tokens, unary = vocabulary.token_ids[columns], mx.take_along_axis(logits, columns, axis=-1)
-    places, count = columns.shape
+    tokens, unary, links = _candidates(selector, hidden, logits, vocabulary)
+    places, count = tokens.shape
     previous = mx.concatenate([mx.broadcast_to(anchor.astype(tokens.dtype), (1, count)), tokens[:-1]])
-    scores = selector.scores_after_each(unary, selector.links(hidden, tokens), previous)
+    scores = selector.scores(unary[:, None], links[:, None], previous)
     scores = chooser.preferences(scores, position, DraftVocabulary(tokens, vocabulary.size))
     ranking = rank(scores.reshape(-1, count), BRANCHES)
     branches = ranking.token_ids.shape[1]
@@ -94,3 +88,12 @@ def grow_paths(
     grown.token_ids = tokens.flatten()[grown.token_ids]
     # A policy compares trees with chains, whose chances are the head's.
     return Drafted(grown.token_ids[grown.best][None], log_probs=(unary.max(axis=-1) - total)[None], grown=grown)
+
+
+def _candidates(
+    selector: Selector, hidden: mx.array, logits: mx.array, vocabulary: DraftVocabulary
+) -> tuple[mx.array, mx.array, mx.array]:
+    """What each of W places is chosen among: tokens (W, top_k), their logits, and their links (W, top_k, rank)."""
+    columns = selector.candidates(logits)
+    tokens = vocabulary.token_ids[columns]
+    return tokens, mx.take_along_axis(logits, columns, axis=-1), selector.links(hidden, tokens)
