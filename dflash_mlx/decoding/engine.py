@@ -278,12 +278,17 @@ class Engine:
         batch, width = self._batch, choice.width
         wanted = self._fitting(drafts.width, max(lane.remaining for lane in batch.lanes) - 1)
         if width is None:
-            assert drafts.chances is not None
+            chances = drafts.chances
+            assert chances is not None
+            assert batch.state is not None
             if self._lone is not None:
-                width = self._lone.policy.choose(drafts.chances.forecast(wanted))
+                text = batch.state.continuation(self._lone, drafts.width)
+                chances = chances.joined(text) if text is not None else chances
+                drafts = replace(drafts, chances=chances)
+                width = self._lone.policy.choose(chances.forecast(wanted))
             else:
                 rows = [row for row, lane in enumerate(batch.rows) if lane is not None]
-                width = self._shared.choose(drafts.chances.read()[rows, :wanted], rows=len(batch.rows))
+                width = self._shared.choose(chances.read()[rows, :wanted], rows=len(batch.rows))
         return self._launch_drafts(drafts, width if choice.tree else min(width, wanted))
 
     def _launch_drafts(self, drafts: Drafts, width: int, *, ahead: bool = False) -> Round:

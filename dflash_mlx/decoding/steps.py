@@ -13,11 +13,12 @@ import numpy as np
 
 from dflash_mlx.decoding.accept import Outcome, for_trees, judge, match
 from dflash_mlx.decoding.constraint import Bits, mask_rows
+from dflash_mlx.decoding.joined import Joined, join
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.logprobs import TokenLogprob, pack_logprobs, unpack_logprobs
 from dflash_mlx.decoding.policies import Choice, Forecast
 from dflash_mlx.decoding.tree import DraftTree, Likeliest, LikeliestGrown, likeliest, likeliest_grown
-from dflash_mlx.drafters.contract import Drafted, DraftState, DraftVocabulary, Nobody, Proposal
+from dflash_mlx.drafters.contract import Continuation, Drafted, DraftState, DraftVocabulary, Nobody, Proposal
 from dflash_mlx.drafters.ranking import BRANCHES, Ranking, rank
 from dflash_mlx.sampling import LogitsProcessor
 from dflash_mlx.tree_steps import PLAIN, TreeSteps, said_of
@@ -34,7 +35,7 @@ class Chances:
     """
 
     said: mx.array
-    likeliest: Likeliest | LikeliestGrown | None = None
+    likeliest: Likeliest | LikeliestGrown | Joined | None = None
     scale: float = 1.0
 
     @property
@@ -57,6 +58,15 @@ class Chances:
     @cached_property
     def _numbers(self) -> np.ndarray:
         return np.array(self.said)
+
+    def joined(self, text: Continuation) -> "Chances":
+        """Those of a tree that is made by the text, too. Waits for the device."""
+        found = self.likeliest
+        if found is None or isinstance(found, Joined):
+            return self
+        tree, places = join(found, text, scale=self.scale), (self.said.size - found.size) // 2
+        best, firsts = self._numbers[:places], self._numbers[-places:]
+        return Chances(mx.array(np.concatenate([best, tree.chances.view(np.uint32), firsts])), tree, self.scale)
 
     def take(self, rows: Sequence[int]) -> "Chances":
         """Those of some lanes' chains only."""

@@ -152,6 +152,15 @@ def draft_each_place(
     return Drafted.of_proposals(proposals, logits)
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """What follows an answer's newest tokens by the text alone: the tokens of one path, and how likely each of them is
+    to come if those before it did."""
+
+    tokens: list[int]
+    chances: list[float]
+
+
 class Outlook(Enum):
     """What drafting for the next round takes."""
 
@@ -236,6 +245,12 @@ class DraftState(Protocol):
         are made, which takes no time then; else 0.
 
         A policy that rests from a drafter that did not pay may use them.
+        """
+
+    def continuation(self, writer: Writer, places: int) -> Continuation | None:
+        """What the text says of this answer's next `places` tokens, where that may join the drafts proposed last.
+
+        The host knows the newest tokens by now.
         """
 
     def extend(self, tokens: mx.array, features: mx.array | None, at: mx.array, *, room: int, all_kept: bool) -> None:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafters.contract import Drafted, Outlook, Writer
+from dflash_mlx.drafters.contract import Continuation, Drafted, Outlook, Writer
 from dflash_mlx.targets.target import Target
 
 DEFAULT_PLACES, MOST_PLACES = 15, 63
@@ -144,6 +144,9 @@ class NgramState:
     def told(self, writer: Writer) -> float:
         """Nothing: it rests where texts promised what they did not keep."""
         return 0.0
+
+    def continuation(self, writer: Writer, places: int) -> Continuation | None:
+        return None
 
     def propose(
         self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False

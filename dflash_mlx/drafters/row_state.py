@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.drafters.contract import Outlook, Writer
+from dflash_mlx.drafters.contract import Continuation, Outlook, Writer
 
 
 class RowState:
@@ -18,6 +18,9 @@ class RowState:
 
     def told(self, writer: Writer) -> float:
         return 0.0
+
+    def continuation(self, writer: Writer, places: int) -> Continuation | None:
+        return None
 
     def withdraw(self) -> None:
         """Nothing of drafts is kept."""

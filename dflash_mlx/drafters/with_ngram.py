@@ -1,4 +1,8 @@
-"""A drafter together with drafting from the text itself: in each round the one that is expected to be kept further."""
+"""A drafter together with drafting from the text itself.
+
+In each round the one drafts that is expected to be kept further. What the text says besides may join a tree of the
+drafter's (`decoding/joined.py`).
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -7,7 +11,16 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.drafters.contract import Drafted, Drafter, DraftState, DraftVocabulary, Outlook, Proposal, Writer
+from dflash_mlx.drafters.contract import (
+    Continuation,
+    Drafted,
+    Drafter,
+    DraftState,
+    DraftVocabulary,
+    Outlook,
+    Proposal,
+    Writer,
+)
 from dflash_mlx.drafters.ngram import Lookup, NgramState
 from dflash_mlx.targets.target import Target
 
@@ -86,6 +99,12 @@ class WithNgramState:
 
     def told(self, writer: Writer) -> float:
         return self._kept_of(writer).told(self.text.lookup(writer), self._places)
+
+    def continuation(self, writer: Writer, places: int) -> Continuation | None:
+        lookup = self.text.lookup(writer)
+        if not lookup.length or self._kept_of(writer).by_text:
+            return None
+        return Continuation(lookup.draft(places), [lookup.chance(further) for further in range(places)])
 
     def _prefers_text(self, writer: Writer) -> bool:
         return self.told(writer) > 0.0
@@ -168,6 +187,11 @@ class _Kept:
         self._promise = self._said = 0.0
         # What the round that was begun then verifies.
         self._drafts: Literal["text", "drafter", None] = None
+
+    @property
+    def by_text(self) -> bool:
+        """Whether the text drafted for the round that was begun."""
+        return self._drafts == "text"
 
     @property
     def honesty(self) -> float:
