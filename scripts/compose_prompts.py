@@ -2,11 +2,11 @@
 # fmt: off
 """Compose prompts as people write them, for the demo drafter's training.
 
-    python scripts/compose_prompts.py COUNT SEED > prompts.jsonl
+    python scripts/compose_prompts.py COUNT SEED [long] > prompts.jsonl
 
 Frames of every kind of task are filled with subjects, names, numbers, notes and source code. Code and texts to work on
 are taken from the Python that runs this (its standard library), everything else is in this file. The same Python, COUNT
-and SEED give the same prompts.
+and SEED give the same prompts. long: only prompts with texts, tables and code of a page or several.
 """
 
 import ast
@@ -198,8 +198,9 @@ LISTS["item"] = [f"the {item}" for item in LISTS["items"]]
 
 
 class Composer:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, long: bool = False) -> None:
         self.random = random.Random(seed)
+        self.long = long
         self.functions = list(library_functions())
         self.texts = list(library_texts())
         self.kinds: dict[Callable[[], str], float] = {
@@ -208,6 +209,8 @@ class Composer:
             self.sum: 9, self.arithmetic: 5, self.equation: 4, self.data: 3,
             self.translation: 5, self.text_given: 8, self.extraction: 6, self.table: 2, self.rewriting: 3, self.copying: 2,
         }
+        if long:
+            self.kinds = {self.text_given: 9, self.code_given: 6, self.extraction: 5, self.table: 3, self.copying: 1}
 
     def prompts(self, count: int) -> Iterator[str]:
         kinds, shares = list(self.kinds), list(self.kinds.values())
@@ -320,6 +323,8 @@ class Composer:
 
     def code_given(self) -> str:
         name, _, _, source = self.one(self.functions)
+        for _ in range(self.number(2, 8) if self.long else 0):
+            source += f"\n\n\n{self.one(self.functions)[3]}"
         ask = self.one([
             "Explain what this code does.", "Explain this function line by line.", "Add comments to this code.", "Write a docstring for this function.",
             "Are there any bugs in this function?", "Rewrite this function so that it is easier to read.", "Add type hints to this function.",
@@ -407,7 +412,7 @@ class Composer:
             "Many visitors asked about {subject}; we should write a page about it.", "The order number is {n}-{n}{n}.",
         ]
         sentences = []
-        for _ in range(self.number(3, 12)):
+        for _ in range(self.number(20, 60) if self.long else self.number(3, 12)):
             text = self.fill(
                 self.one(frames), hour=str(self.number(8, 19)), minute=f"{5 * self.number(0, 11):02}", n=str(self.number(3, 90)),
                 price=self.price(), percent=str(self.number(2, 40)), date=str(self.number(1, 28)),
@@ -418,7 +423,8 @@ class Composer:
     def passage(self) -> str:
         if self.random.random() < 0.55:
             return self.one([" ".join, "\n".join, lambda lines: "\n".join(f"- {x}" for x in lines)])(self.notes())
-        return self.one(self.texts)
+        texts = [self.one(self.texts), *(self.one(self.texts) for _ in range(self.number(3, 9) if self.long else 0))]
+        return "\n\n".join(texts)
 
     def text_given(self) -> str:
         ask = self.fill(self.one([
@@ -442,7 +448,7 @@ class Composer:
     def table(self) -> str:
         rows = [
             f"{self.one(LISTS['name'])},{self.one(LISTS['town'])},{self.one(LISTS['items'])},{self.number(1, 30)},{self.price()}"
-            for _ in range(self.number(4, 14))
+            for _ in range(self.number(20, 50) if self.long else self.number(4, 14))
         ]
         ask = self.one([
             "Who bought most?", "What is the total of each town?", "Write this as a Markdown table.", "Convert this to JSON.", "Which row has the highest price?",
@@ -512,5 +518,5 @@ def library_texts() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for prompt in Composer(seed=int(sys.argv[2])).prompts(int(sys.argv[1])):
+    for prompt in Composer(int(sys.argv[2]), long=sys.argv[3:] == ["long"]).prompts(int(sys.argv[1])):
         print(json.dumps({"prompt": prompt}, ensure_ascii=False))

@@ -167,6 +167,7 @@ def test_the_shipped_drafter() -> None:
         "curves-3.svg",
         "curves-4.svg",
         "curves-5.svg",
+        "curves-6.svg",
         "model.safetensors",
         "topics.txt",
     ]
