@@ -190,7 +190,8 @@ def model_card(facts: dict[str, Any]) -> str:
         "",
         f"{data['conversations']:,} conversations ({data['tokens']:,} tokens), {data['origin']}. "
         f"{data['greedy']:,} answers are greedy; {data['looped']:,} were cut because they repeated themselves. "
-        f"{data['held_out']:,} conversations were held out.",
+        f"{data['held_out']:,} conversations were held out. None has more than {recipe['max_length']:,} tokens: expect "
+        "worse drafts after longer contexts.",
         "",
         "## Training",
         "",

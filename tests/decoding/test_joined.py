@@ -9,9 +9,9 @@ from decoding.test_tree import random_candidates, ranking_of
 from drafters.test_growing import grown, said_after
 from drafters.test_ngram import SimpleText, circling
 from drafters.test_with_ngram import NEW, REPEATS, VOCAB, Inner
-from tiny import SECOND, plain_tokens, tiny_drafter
+from tiny import SECOND, tiny_drafter
 
-from dflash_mlx.decoding.accept import Greedy
+from dflash_mlx.decoding.accept import Coupled, Greedy
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.joined import join
 from dflash_mlx.decoding.session import Session
@@ -19,6 +19,7 @@ from dflash_mlx.decoding.tree import Likeliest, likeliest, likeliest_grown
 from dflash_mlx.drafters.contract import Continuation
 from dflash_mlx.drafters.with_ngram import WithNgram, WithNgramState
 from dflash_mlx.policy.width import FixedWidth
+from dflash_mlx.sampling import SamplingParams
 from dflash_mlx.tree_steps import SUREST
 
 
@@ -168,18 +169,24 @@ def test_the_text_goes_on_where_the_drafter_drafted():
     assert state.continuation(writer, 4) is None
 
 
+def answer(target, drafter, strategy, policy):
+    """Tokens of an answer, and how many rounds it took."""
+    lane = {"strategy": strategy, "policy": policy, "max_tokens": 150, "eos_ids": set()}
+    steps = list(decode(Session(target, drafter), [1, 2, 3], **lane))
+    return [token for step in steps for token in step.tokens], len(steps)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
 @pytest.mark.parametrize("parts", [{}, SECOND])
-def test_rounds_keep_more_with_the_text_and_answers_stay_the_same(parts, monkeypatch):
+def test_rounds_keep_more_with_the_text_and_answers_stay_the_same(parts, temperature, monkeypatch):
     """The text is never preferred here, so that only joined trees use it."""
     monkeypatch.setattr(WithNgramState, "_prefers_text", lambda state, writer: False)
     target = circling()
     one_layer = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "num_target_layers": 1}
     drafter = tiny_drafter(block_size=8, taps=(0,), vocab_size=VOCAB, **one_layer, **parts)
-    rounds = []
-    for own in (drafter, WithNgram(drafter)):
-        policy = FixedWidth(9, places=7, waits=True)
-        lane = {"strategy": Greedy(), "policy": policy, "max_tokens": 150, "eos_ids": set()}
-        steps = list(decode(Session(target, own), [1, 2, 3], **lane))
-        assert [token for step in steps for token in step.tokens] == plain_tokens(target, [1, 2, 3], 150)
-        rounds.append(len(steps))
-    assert rounds[1] < 0.6 * rounds[0]
+    strategy = Coupled(SamplingParams(temperature=temperature), seed=5) if temperature else Greedy()
+    plain, _ = answer(target, None, strategy, FixedWidth(0))
+    policy = FixedWidth(9, places=7, waits=True)
+    (alone, rounds), (joint, fewer) = (answer(target, own, strategy, policy) for own in (drafter, WithNgram(drafter)))
+    assert alone == joint == plain
+    assert fewer < 0.6 * rounds
