@@ -247,6 +247,7 @@ class Engine:
                     forecast=forecast,
                     promised=promised,
                     seconds=seconds,
+                    with_text=forecast.kept_with_text(reading.tokens, num_accepted) if forecast is not None else 0,
                 )
             )
 

@@ -100,10 +100,13 @@ def _by_chance(draft: Draft) -> float:
 
 
 class Node(NamedTuple):
-    """A draft of the tree: its path's chance, its own after its parent, its place and its parent's row."""
+    """A draft of the tree: its path's chance, what the drafter alone told of it, its place and its parent's row.
+
+    told: 0 where the text was asked, too.
+    """
 
     path: float
-    chance: float
+    told: float
     token: int
     place: int
     parent: int
@@ -111,10 +114,10 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Joined:
-    """The likeliest drafts of both, the likeliest first; see `tree.Likeliest`. scale: see `tree.likeliest`."""
+    """The likeliest drafts of both, the likeliest first; see `tree.Likeliest`. text: the tokens of the text's path."""
 
     nodes: list[Node]
-    scale: float
+    text: list[int]
     steps: TreeSteps
     branched = True
 
@@ -134,9 +137,7 @@ class Joined:
         for row, node in enumerate(nodes, start=1):
             visible[row] |= visible[node.parent]
         depths = [0, *(node.place + 1 for node in nodes)]
-        # What a drafter would have said, for a policy that multiplies it by its scale.
-        told = mx.array([node.chance / self.scale for node in nodes])
-        tokens = mx.array([node.token for node in nodes], dtype=mx.uint32)
+        tokens, told = mx.array([node.token for node in nodes], dtype=mx.uint32), mx.array([n.told for n in nodes])
         return DraftTree(tokens, told, mx.array(depths), mx.array(visible), max(depths), self.steps)
 
 
@@ -170,10 +171,10 @@ def join(found: Likeliest | LikeliestGrown, text: Continuation, *, scale: float)
     while waiting and len(nodes) < found.size:
         negative, _, siblings, place, on_text, parent, before = heapq.heappop(waiting)
         token, chance, to = siblings[0]
-        nodes.append(Node(-negative, chance, token, place, parent))
+        nodes.append(Node(-negative, 0.0 if on_text else chance / scale, token, place, parent))
         wait(siblings[1:], place, on_text, parent, before)
         children(place + 1, to, on_text and token == text.tokens[place], len(nodes), -negative)
-    return Joined(nodes, scale, found.steps)
+    return Joined(nodes, text.tokens, found.steps)
 
 
 def _both(drafts: Sequence[Draft], token: int, chance: float, past: int) -> list[Draft]:

@@ -35,12 +35,14 @@ class Forecast:
     """What a drafter's probabilities say of its drafts.
 
     best: (W,), of the likeliest token at each place, `firsts` (W,), known of trees. chances: (N,), of drafts that are
-    kept, after a choice's `scale`: of a chain's in order, or of a tree's likeliest in falling order.
+    kept, after a choice's `scale`: of a chain's in order, or of a tree's likeliest in falling order. text: tokens that
+    the text said, too, where it was asked, and `chances` go by both.
     """
 
     best: np.ndarray
     chances: np.ndarray
     firsts: list[int] | None = None
+    text: list[int] | None = None
 
     @classmethod
     def of_chain(cls, best: np.ndarray, scale: float) -> "Forecast":
@@ -57,12 +59,16 @@ class Forecast:
 
     def kept_of_firsts(self, tokens: Sequence[int]) -> int:
         """How many drafts of a chain a text of these `tokens` would have kept, 0 where that is not known."""
-        kept = 0
-        for first, token in zip(self.firsts or [], tokens, strict=False):
-            if first != token:
-                break
-            kept += 1
-        return kept
+        return _agreement(self.firsts or [], tokens)
+
+    def kept_with_text(self, tokens: Sequence[int], num_accepted: int) -> int:
+        """How many of so many drafts kept, of a text of these `tokens`, came where the text was asked, too."""
+        return min(_agreement(self.text, tokens) + 1, num_accepted) if self.text else 0
+
+
+def _agreement(said: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many of the first tokens are the same."""
+    return next((n for n, (a, b) in enumerate(zip(said, tokens, strict=False)) if a != b), min(len(said), len(tokens)))
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ class Observation:
     branched: they were chosen from several tokens a place, up to `depth` places after the anchor, and a chain of that
     length would have kept `firsts`. forecast: None where nobody asked for it. promised: by the drafter's probabilities,
     how many drafts would be kept, given which were: at each place that was reached, the chance to go on. seconds: None
-    where it could not be timed.
+    where it could not be timed. with_text: so many of the kept came where the text was asked, too, which `promised`
+    leaves out.
     """
 
     drafted: int
@@ -84,6 +91,7 @@ class Observation:
     forecast: Forecast | None = None
     promised: float = 0.0
     seconds: float | None = None
+    with_text: int = 0
 
 
 class WidthPolicy(Protocol):

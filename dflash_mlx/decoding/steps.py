@@ -53,7 +53,8 @@ class Chances:
             return Forecast.of_chain(self.read()[0, :places], self.scale)
         count = (self.said.size - self.likeliest.size) // 2
         numbers = self._numbers.view(np.float32).astype(np.float64)
-        return Forecast(numbers[:count], numbers[count:-count], self._numbers[-count:].tolist())
+        text = self.likeliest.text if isinstance(self.likeliest, Joined) else None
+        return Forecast(numbers[:count], numbers[count:-count], self._numbers[-count:].tolist(), text)
 
     @cached_property
     def _numbers(self) -> np.ndarray:

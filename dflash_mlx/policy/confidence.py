@@ -37,6 +37,9 @@ class Confidence:
         return self.kept / self.promised
 
     def observe(self, kept: float, promised: float) -> None:
+        """Note how many drafts were kept. Where none was promised, nothing is learnt."""
+        if not promised:
+            return
         self.kept = FADE * self.kept + kept
         self.promised = FADE * self.promised + promised
 
@@ -128,7 +131,7 @@ class ConfidentWidth:
         self.costs.depth += round.num_accepted + 1
         if round.drafted == 0:
             return
-        self.confidence.observe(round.num_accepted, round.promised)
+        self.confidence.observe(round.num_accepted - round.with_text, round.promised)
         seconds = self.costs.round(round.width, drafted=round.drafted)
         self.pauses.observe(round.num_accepted + 1, seconds, self.costs.plain)
 

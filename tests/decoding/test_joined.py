@@ -14,6 +14,7 @@ from tiny import SECOND, tiny_drafter
 from dflash_mlx.decoding.accept import Coupled, Greedy
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.joined import join
+from dflash_mlx.decoding.policies import Forecast
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import Likeliest, likeliest, likeliest_grown
 from dflash_mlx.drafters.contract import Continuation
@@ -153,6 +154,32 @@ def test_a_text_that_follows_a_path_that_was_grown_makes_it_likelier():
     assert tree[(*path, 50)] < tree[path]
     others = [other for other in tree if other in drafters and other[0] != path[0]]
     assert all(tree[other] < drafters[other] for other in others)
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0])
+def test_a_policy_learns_of_the_drafter_where_it_was_asked_alone(scale):
+    """What both hold likely says nothing of the drafter: nothing is promised there, and nothing kept there counts."""
+    ids = np.array([[1, 2], [3, 4], [5, 6]])
+    log_probs = np.log(np.array([[0.5, 0.3], [0.6, 0.2], [0.7, 0.1]]))
+    text = Continuation([1, 4, 9], [0.9] * 3)
+    tree = joined(ids, log_probs, text, 12, scale=scale)
+    told = dict(zip(paths_of(tree, 12), tree.tree(12).probabilities.tolist(), strict=True))
+    with_text = {path for path in told if list(path[:-1]) == text.tokens[: len(path) - 1]}
+    assert {(1,), (1, 4), (1, 4, 9)} <= with_text
+    assert all(told[path] == 0 for path in with_text)
+    alone = {path: told[path] for path in told if path not in with_text}
+    own = {3: 0.6, 4: 0.2, 5: 0.7, 6: 0.1}
+    assert alone == pytest.approx({path: own[path[-1]] for path in alone}, rel=1e-5)
+    forecast = Forecast(np.zeros(3), np.zeros(12), text=text.tokens)
+    for tokens, num_accepted, expected in (
+        ([2, 3, 5, 0], 3, 1),
+        ([1, 3, 5, 0], 3, 2),
+        ([1, 4, 9, 0], 3, 3),
+        ([1, 0], 1, 1),
+        ([0], 0, 0),
+    ):
+        assert forecast.kept_with_text(tokens, num_accepted) == expected
+    assert Forecast(np.zeros(3), np.zeros(12)).kept_with_text([1, 4, 9, 0], 3) == 0
 
 
 def test_the_text_goes_on_where_the_drafter_drafted():
