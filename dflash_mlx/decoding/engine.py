@@ -281,8 +281,8 @@ class Engine:
         if width is None:
             chances = drafts.chances
             assert chances is not None
-            assert batch.state is not None
             if self._lone is not None:
+                assert batch.state is not None
                 text = batch.state.continuation(self._lone, drafts.width)
                 chances = chances.joined(text) if text is not None else chances
                 drafts = replace(drafts, chances=chances)

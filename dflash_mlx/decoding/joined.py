@@ -65,7 +65,7 @@ class OfPlaces:
 
 
 class OfPaths:
-    """The likeliest of the paths that were grown, draft by draft: so it stands at a draft."""
+    """The likeliest of the paths that were grown, draft by draft, as they were found: so it stands at a draft."""
 
     _NOWHERE = -1
 
@@ -79,8 +79,6 @@ class OfPaths:
         self._after: dict[int, list[Draft]] = defaultdict(list)
         for parent, token, chance, to in zip(parents, tokens, chances, chosen.tolist(), strict=True):
             self._after[parent].append(Draft(token, chance, to))
-        for drafts in self._after.values():
-            drafts.sort(key=_by_chance)
 
     def after(self, at: int) -> Sequence[Draft]:
         return self._after.get(at, ())
@@ -92,11 +90,6 @@ class OfPaths:
 def _chances(log_probs: mx.array, scale: float) -> np.ndarray:
     chances: np.ndarray = np.minimum(np.exp(np.array(log_probs, dtype=np.float64)) * scale, SUREST)
     return chances
-
-
-def _by_chance(draft: Draft) -> float:
-    """The likeliest first."""
-    return -draft.chance
 
 
 class Node(NamedTuple):
@@ -192,7 +185,8 @@ def _both(drafts: Sequence[Draft], token: int, chance: float, past: int) -> list
     odds = exp(_BOTH) * _odds(chance) ** _BY_TEXT * (said / (best + _LEAST)) ** _BY_DRAFTER
     joined = Draft(token, min(odds / (1.0 + odds), SUREST), same.to if same else past)
     left = min((1.0 - joined.chance) / (1.0 - said), 1.0)
-    return sorted([joined, *(draft._replace(chance=draft.chance * left) for draft in others)], key=_by_chance)
+    rest = (draft._replace(chance=draft.chance * left) for draft in others)
+    return sorted([joined, *rest], key=lambda draft: -draft.chance)
 
 
 def _odds(chance: float) -> float:

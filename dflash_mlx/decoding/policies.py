@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from dflash_mlx.decoding.session import common_prefix
 from dflash_mlx.tree_steps import SUREST
 
 
@@ -59,16 +60,11 @@ class Forecast:
 
     def kept_of_firsts(self, tokens: Sequence[int]) -> int:
         """How many drafts of a chain a text of these `tokens` would have kept, 0 where that is not known."""
-        return _agreement(self.firsts or [], tokens)
+        return common_prefix(self.firsts or [], tokens)
 
     def kept_with_text(self, tokens: Sequence[int], num_accepted: int) -> int:
         """How many of so many drafts kept, of a text of these `tokens`, came where the text was asked, too."""
-        return min(_agreement(self.text, tokens) + 1, num_accepted) if self.text else 0
-
-
-def _agreement(said: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
-    return next((n for n, (a, b) in enumerate(zip(said, tokens, strict=False)) if a != b), min(len(said), len(tokens)))
+        return min(common_prefix(self.text, tokens) + 1, num_accepted) if self.text else 0
 
 
 @dataclass(frozen=True)

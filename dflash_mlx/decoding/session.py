@@ -1,6 +1,6 @@
 """The state of one conversation: what the target's and the drafter's caches hold between answers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -94,7 +94,7 @@ class Session:
             layer_cache.trim(max(0, layer_cache.offset - length))
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the longest common prefix."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:

@@ -90,6 +90,12 @@ class Lookup:
             found.append(found[self._place + len(found) - len(self.tokens)])
         return found
 
+    def continuation(self, places: int) -> Continuation | None:
+        """Drafts, and how likely each is; None where there is no such place."""
+        if not self.length:
+            return None
+        return Continuation(self.draft(places), [self.chance(further) for further in range(places)])
+
 
 class NgramDrafter:
     """See `contract.Drafter`. always: it drafts something for every round, for measuring."""
@@ -154,10 +160,9 @@ class NgramState:
         tokens = np.zeros((len(writers), places), dtype=np.uint32)
         log_probs = np.full((len(writers), places), 0.0 if self._always else _NEVER, dtype=np.float32)
         for row, writer in enumerate(writers):
-            lookup = self.lookup(writer)
-            if lookup.length:
-                tokens[row] = lookup.draft(places)
-                log_probs[row] = np.log([lookup.chance(further) for further in range(places)])
+            text = self.lookup(writer).continuation(places)
+            if text is not None:
+                tokens[row], log_probs[row] = text.tokens, np.log(text.chances)
         return Drafted(mx.array(tokens), log_probs=mx.array(log_probs))
 
     def withdraw(self) -> None:

@@ -101,10 +101,7 @@ class WithNgramState:
         return self._kept_of(writer).told(self.text.lookup(writer), self._places)
 
     def continuation(self, writer: Writer, places: int) -> Continuation | None:
-        lookup = self.text.lookup(writer)
-        if not lookup.length or self._kept_of(writer).by_text:
-            return None
-        return Continuation(lookup.draft(places), [lookup.chance(further) for further in range(places)])
+        return None if self._kept_of(writer).by_text else self.text.lookup(writer).continuation(places)
 
     def _prefers_text(self, writer: Writer) -> bool:
         return self.told(writer) > 0.0
