@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from dflash_mlx.bench.prompts import BenchPrompt, padder
 from dflash_mlx.cli.bench_progress import BenchProgress
 from dflash_mlx.cli.output import note
-from dflash_mlx.errors import DFlashError
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.energy import Energy
@@ -57,7 +56,7 @@ def measure(wanted: Measurement) -> BaseException | None:
         kept = "the figures are of what was finished" if done else "nothing is written"
         note(f"stopped after {done} of {len(jobs)} runs; {kept}.", style="yellow")
         return stopped
-    except DFlashError as error:
+    except Exception as error:  # another package's or MLX's, too: what was measured before it is not lost
         if not any(result.runs for result in results.prompts):
             raise
         return error

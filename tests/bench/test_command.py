@@ -165,19 +165,29 @@ def test_ctrl_c_before_the_first_answer_leaves_an_earlier_report_as_it_is(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(DFlashError("the server stopped"), "the server stopped"), (RuntimeError("no such GPU"), "no such GPU - this is")],
+)
 def test_an_error_in_the_middle_keeps_what_is_finished(
-    capsys: pytest.CaptureFixture[str], faked: Callable[[dict[str, Fake]], None]
+    capsys: pytest.CaptureFixture[str],
+    faked: Callable[[dict[str, Fake]], None],
+    tmp_path: Path,
+    error: Exception,
+    told: str,
 ) -> None:
     def tokens(prompt: str, name: str) -> list[int]:
         if "cat" in prompt:
-            raise DFlashError("the server stopped")
+            raise error
         return [1, 2, 3]
 
     faked(fakes(tokens))
-    assert main(["bench", "--pair", "demo"]) == 1
+    assert main(["bench", "--pair", "demo", "--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert captured.out.startswith("On this machine demo answers ")
-    assert captured.err.splitlines()[-1] == "error: the server stopped"
+    assert told in captured.err.splitlines()[-1]
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert (kept["finished"], [len(p["runs"]) for p in kept["prompts"]][:2]) == (False, [2, 0])
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_anything_is_loaded(
