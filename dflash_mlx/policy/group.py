@@ -7,26 +7,31 @@ a tree's rows buy few tokens each, and many lanes have better use for them.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dflash_mlx.decoding.policies import Choice, RoundReport
 from dflash_mlx.policy.pauses import Pauses
-from dflash_mlx.policy.width import FADE, FEW_WIDTHS, AcceptanceEstimate
+from dflash_mlx.policy.width import FADE, FEW_WIDTHS, STEEP, AcceptanceEstimate
 from dflash_mlx.tree_steps import SUREST
 
-# From this ratio between the widest and the narrowest drafted round, choosing each round's width pays for the wait: the
-# host has much to do for many lanes, and then does it while the device is idle.
-_STEEP = 2.0
+# Where a GPU compiles for each width, choosing each round's pays for the wait only from this ratio between the widest
+# and the narrowest drafted round: the host has much to do for many lanes, and then does it while the device is idle.
+_STEEP_ON_A_GPU = 2.0
 # Drafting, or another width, must promise so many times as much: a GPU compiles anew for another shape, and lanes that
 # join have more to bring along.
 _WORTH = 1.1
 # Twice as many lanes must give this many times as many tokens a second.
 _WORTH_DOUBLING = 1.1
-# After this many rounds whose drafts were not worth it, this many are made without drafting; more each time.
-_MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 16, 256
+# After this many rounds in which drafting was not worth it, this many are made without; more each time.
+_MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 8, 256
+# Where the width is chosen in each round, drafting is worth it from so many times the speed of plain rounds. What the
+# drafts of this many rounds promised decides how many the next one drafts.
+_PAYS, _PROMISES = 1.03, 8
+# How much one more round lets fade how often a draft is kept whose predecessors are.
+_CHANCE_FADE, _FIRST_CHANCE = 0.9, 0.75
 # After this many drafted rounds, four times as many each time, some plain ones show what they really take.
 _FIRST_CHECK, _LONGEST_CHECK, _CHECK = 32, 2048, 8
 
@@ -69,11 +74,23 @@ class GroupCosts:
     def round(self, lanes: int, width: int, *, drafted: int | None = None) -> float:
         """A round of this many lanes that verifies `width` drafts of `drafted` places each (as many, when None)."""
         drafted = width if drafted is None else drafted
-        drafting = interpolate(self.draft, lanes * (drafted + 1)) if drafted else 0.0
+        drafting = self._drafting(lanes, drafted) if drafted else 0.0
+        return (self._passing(lanes, width) + drafting) * self._drift[drafted > 0] * self._own_drift.get(width, 1.0)
+
+    def rounds(self, lanes: int, widths: Sequence[int]) -> np.ndarray:
+        """Rounds that draft each number of places, by the width they verify: (widths, 1 + widths), none first."""
+        passing = [self._passing(lanes, width) for width in (0, *widths)]
+        drafting = [self._drafting(lanes, drafted) for drafted in widths]
+        own_drift = [self._own_drift.get(width, 1.0) for width in (0, *widths)]
+        return np.add.outer(drafting, passing) * self._drift[True] * own_drift
+
+    def _passing(self, lanes: int, width: int) -> float:
         if width == 0:
-            return (interpolate(self.plain, lanes) + drafting) * self._drift[drafted > 0]
-        passed = interpolate(self.verify, lanes * (width + 1)) + interpolate(self.more_lanes, lanes)
-        return (passed + drafting) * self._drift[True] * self._own_drift.get(width, 1.0)
+            return interpolate(self.plain, lanes)
+        return interpolate(self.verify, lanes * (width + 1)) + interpolate(self.more_lanes, lanes)
+
+    def _drafting(self, lanes: int, places: int) -> float:
+        return interpolate(self.draft, lanes * (places + 1))
 
     def observe(self, seconds: float, lanes: int, width: int, drafted: int) -> None:
         """Follow slow changes (a warm machine, longer contexts); a single outlier counts little."""
@@ -117,7 +134,8 @@ class GroupWidth:
     """The width with the most expected tokens a second, of all lanes together.
 
     Where a wider round costs more, by the drafter's probabilities in each round: the sum of the chances that each lane
-    keeps its drafts. Where it does not, by the acceptance of the rounds so far: then the host never waits for a draft.
+    keeps its drafts. It drafts as many places as would have been best for the rounds before. Where a wider round costs
+    no more, by the acceptance of the rounds so far: then the host never waits for a draft.
     """
 
     def __init__(self, costs: GroupCosts, places: int, *, by_confidence: bool = False, any_width: bool = True) -> None:
@@ -126,10 +144,15 @@ class GroupWidth:
         self.costs, self.places, self._by_confidence = costs, places, by_confidence
         self._few = sorted({min(width, places) for width in FEW_WIDTHS})
         self._widths = list(range(1, places + 1)) if any_width else self._few
+        self._steep = STEEP if any_width else _STEEP_ON_A_GPU
         self.estimate = AcceptanceEstimate()
         self.pauses = Pauses()
         self._width = 0
-        self._depths: deque[int] = deque([min(4, places)], maxlen=6)
+        # The tokens that the drafts of the last rounds promised beyond the first one, by width from 0; how likely each
+        # place is kept if those before it are, for places that a round did not draft; and the speed that is expected.
+        self._promises: deque[np.ndarray] = deque(maxlen=_PROMISES)
+        self._chances = np.full(places, _FIRST_CHANCE)
+        self._speed = 0.0
         # Kept drafts, and what the confidence promised, of the drafts judged so far, by lane.
         self._kept = self._promised = 20.0
         self._expected = 0.0
@@ -142,10 +165,13 @@ class GroupWidth:
         if self._rests():
             self._drafted = 0
             return Choice(0)
-        if self._by_confidence or self.costs.round(lanes, self.places) > _STEEP * self.costs.round(lanes, 1):
-            # Drafting costs time too: not much further than drafts were lately.
-            enough = max(self._depths) + 2
-            return Choice(next((width for width in self._widths if width >= enough), self.places))
+        if self._by_confidence or self.costs.round(lanes, self.places) > self._steep * self.costs.round(lanes, 1):
+            drafted, self._speed = self._best_places(lanes)
+            self._count_unused(self._speed * self.costs.round(lanes, 0) > _PAYS)
+            if self._rest:
+                # The next try judges by what it sees then, and not by the rounds before.
+                self._promises = deque(list(self._promises)[-1:], maxlen=_PROMISES)
+            return Choice(drafted)
         speeds = self._speeds(lanes)
         best = max(speeds, key=lambda width: speeds[width])
         if self._width not in speeds or speeds[best] > _WORTH * speeds[self._width]:
@@ -161,10 +187,9 @@ class GroupWidth:
     def choose(self, best: np.ndarray, *, rows: int) -> int:
         drafted = best.shape[1]
         chances = np.minimum(best * (self._kept / self._promised), SUREST)
-        expected = np.cumprod(chances, axis=1).mean(axis=0).cumsum()
-        gains = np.concatenate([[0.0], expected])
+        gains = self._promised_tokens(np.cumprod(chances, axis=1).mean(axis=0))
         # Rounds without drafts are always to be had.
-        speed = max(self.pauses.speed, 1.0 / self.costs.round(rows, 0))
+        speed = max(self._speed, 1.0 / self.costs.round(rows, 0))
         values = {
             width: 1.0 + float(gains[width]) - speed * self.costs.round(rows, width, drafted=drafted)
             for width in (0, *self._widths)
@@ -172,8 +197,6 @@ class GroupWidth:
         }
         values[0] += _WORTH - 1.0
         width = max(values, key=lambda width: values[width])
-        self._count_unused(width > 0)
-        self._depths.append(width)
         self._expected = float(gains[width]) * self._promised / self._kept
         return width
 
@@ -208,6 +231,34 @@ class GroupWidth:
             self._next_rest = _FIRST_REST
         elif self._unused >= _MOST_UNUSED:
             self._unused, self._rest, self._next_rest = 0, self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+
+    def _promised_tokens(self, kept: np.ndarray) -> np.ndarray:
+        """Tokens beyond the first one by width, from 0 to all places, by the chances that each drafted place is kept.
+
+        Of places that were not drafted, what was lately seen of them is expected.
+        """
+        drafted = len(kept)
+        chances = kept / np.concatenate([[1.0], kept[:-1]])
+        self._chances[:drafted] = _CHANCE_FADE * self._chances[:drafted] + (1 - _CHANCE_FADE) * chances
+        beyond = kept[-1] * np.cumprod(self._chances[drafted:])
+        promise = np.concatenate([[0.0], kept, beyond]).cumsum()
+        self._promises.append(promise)
+        return promise
+
+    def _best_places(self, lanes: int) -> tuple[int, float]:
+        """How many places to draft, and a lane's tokens a second then, had the last rounds' widths been chosen so."""
+        promises = self._promises or [np.array(self.estimate.expected_tokens(self.places)) - 1.0]
+        gains = np.stack(promises)[:, [0, *self._widths]]
+        rounds = np.arange(len(gains))
+        best, speed, plain = 0, 0.0, 1.0 / self.costs.round(lanes, 0)
+        for i, seconds in enumerate(self.costs.rounds(lanes, self._widths)):
+            values = (gains - max(speed, plain) * seconds)[:, : i + 2]
+            values[:, 0] += _WORTH - 1.0
+            chosen = values.argmax(axis=1)
+            tokens_a_second = float((1.0 + gains[rounds, chosen]).sum() / seconds[chosen].sum())
+            if tokens_a_second > speed:
+                best, speed = self._widths[i], tokens_a_second
+        return best, speed
 
     def _speeds(self, lanes: int) -> dict[int, float]:
         """Expected tokens a second of a lane, by width."""

@@ -195,20 +195,51 @@ def rounds_drafted(policy, lanes, chances):
 
 
 def test_each_rest_is_twice_as_long_as_the_one_before():
-    """Four rounds in a row without a verified draft, and a rest: of 16 rounds first, of 256 at most.
+    """Four rounds in a row whose drafts are not worth it, and a rest: of 8 rounds first, of 256 at most.
 
     With 32 lanes drafts of 0.3 are not worth a verification: it brings 0.3 tokens and costs half a plain round more.
     """
-    rests = [16, 32, 64, 128, 256, 256]
-    expected = [round for rest in rests for round in [1] * 4 + [0] * rest]
+    rests = [8, 16, 32, 64, 128, 256, 256]
+    # The first round is drafted before anything is known of the drafts.
+    expected = [1] + [round for rest in rests for round in [1] * 4 + [0] * rest]
     assert rounds_drafted(GroupWidth(bound_by_memory(), PLACES), 32, [0.3] * len(expected)) == expected
 
 
-def test_a_verified_draft_makes_the_next_rest_a_first_one():
-    """Drafts of 0.99 are worth it: 0.99 tokens for half a plain round."""
-    policy = GroupWidth(bound_by_memory(), PLACES)
-    assert rounds_drafted(policy, 32, [0.3] * 3 + [0.99] + [0.3] * 4 + [0.3] * 16) == [1] * 8 + [0] * 16
-    assert rounds_drafted(policy, 32, [0.99] + [0.3] * 4 + [0.3] * 17) == [1] * 5 + [0] * 16 + [1]
+def test_good_drafts_make_the_next_rest_a_first_one():
+    """Drafts of 0.99 are worth it: 0.99 tokens for half a plain round. What they promised decides until it is past."""
+    bad, first = [0.3] * 4, [0.3] * 8  # rounds, and those of a first rest
+    drafted = rounds_drafted(GroupWidth(bound_by_memory(), PLACES), 32, [0.3, *bad, *first, *[0.99] * 8, *[0.3] * 30])
+    again = drafted[13 + 8 :]
+    assert drafted[: 13 + 8] == [1] * 5 + [0] * 8 + [1] * 8
+    assert 4 <= again.index(0) <= 12
+    rested = again[again.index(0) :]
+    assert rested.index(1) == 8
+
+
+def test_as_many_places_are_drafted_as_pays():
+    """Drafting takes time for each place: no more of them than the drafts of the last rounds were worth."""
+    drafted = {}
+    for chance in (0.5, 0.9):
+        policy, costs = GroupWidth(bound_by_memory(), PLACES), bound_by_memory()
+        for _ in range(20):
+            drafted[chance] = places = policy.next_round(8).places
+            width_by(policy, np.full((8, places), chance))
+        speeds = {
+            width: sum(chance**place for place in range(width + 1)) / costs.round(8, width)
+            for width in range(1, PLACES + 1)
+        }
+        # In the long run rounds verify what they draft, since the drafts are always alike.
+        assert speeds[places] > 0.97 * max(speeds.values())
+    assert drafted[0.5] < drafted[0.9]
+
+
+def test_rounds_of_all_numbers_of_places_and_widths():
+    costs = bound_by_memory()
+    costs.observe(2 * costs.round(8, 3), 8, 3, 3)
+    rounds = costs.rounds(8, [1, 3, 7])
+    for i, drafted in enumerate([1, 3, 7]):
+        for j, width in enumerate([0, 1, 3, 7]):
+            assert rounds[i, j] == pytest.approx(costs.round(8, width, drafted=drafted))
 
 
 class Expects:
@@ -239,8 +270,8 @@ def test_lanes_rest_where_the_best_width_brings_no_more_than_plain_rounds():
     """Rounds of any width take 3 seconds, plain ones 2: a tenth more than 1.5 tokens is worth it."""
     policy = GroupWidth(costs_by_width({1: 3.0, 15: 3.0}), PLACES)
     policy.estimate = Expects({1: 1.64, 3: 1.6})
-    rests = [16, 32]
-    assert [policy.next_round(8).places for _ in range(56)] == [width for n in rests for width in [1] * 4 + [0] * n]
+    rests = [8, 16]
+    assert [policy.next_round(8).places for _ in range(32)] == [width for n in rests for width in [1] * 4 + [0] * n]
     policy.estimate = Expects({1: 1.66})
     assert [policy.next_round(8).places for _ in range(30)] == [1] * 30
 
