@@ -186,6 +186,9 @@ class GroupWidth:
 
     def choose(self, best: np.ndarray, *, rows: int) -> int:
         drafted = best.shape[1]
+        if drafted == 0:
+            # All lanes are about to end, and have no room for drafts.
+            return 0
         chances = np.minimum(best * (self._kept / self._promised), SUREST)
         gains = self._promised_tokens(np.cumprod(chances, axis=1).mean(axis=0))
         # Rounds without drafts are always to be had.
