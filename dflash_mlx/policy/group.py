@@ -19,7 +19,7 @@ from dflash_mlx.tree_steps import SUREST
 
 # Where a GPU compiles for each width, choosing each round's pays for the wait only from this ratio between the widest
 # and the narrowest drafted round: the host has much to do for many lanes, and then does it while the device is idle.
-_STEEP_ON_A_GPU = 2.0
+_STEEP_COMPILED = 2.0
 # Drafting, or another width, must promise so many times as much: a GPU compiles anew for another shape, and lanes that
 # join have more to bring along.
 _WORTH = 1.1
@@ -144,7 +144,7 @@ class GroupWidth:
         self.costs, self.places, self._by_confidence = costs, places, by_confidence
         self._few = sorted({min(width, places) for width in FEW_WIDTHS})
         self._widths = list(range(1, places + 1)) if any_width else self._few
-        self._steep = STEEP if any_width else _STEEP_ON_A_GPU
+        self._steep = STEEP if any_width else _STEEP_COMPILED
         self.estimate = AcceptanceEstimate()
         self.pauses = Pauses()
         self._width = 0
@@ -241,7 +241,8 @@ class GroupWidth:
         Of places that were not drafted, what was lately seen of them is expected.
         """
         drafted = len(kept)
-        chances = kept / np.concatenate([[1.0], kept[:-1]])
+        # Where no lane has a draft, there is no chance.
+        chances = kept / np.maximum(np.concatenate([[1.0], kept[:-1]]), np.finfo(float).tiny)
         self._chances[:drafted] = _CHANCE_FADE * self._chances[:drafted] + (1 - _CHANCE_FADE) * chances
         beyond = kept[-1] * np.cumprod(self._chances[drafted:])
         promise = np.concatenate([[0.0], kept, beyond]).cumsum()

@@ -241,6 +241,18 @@ def test_lanes_without_room_for_drafts_teach_nothing():
         assert policy.choose(np.empty((8, 0)), rows=8) == 0
 
 
+def test_places_that_no_lane_has_drafts_for_promise_nothing():
+    """As with drafts from the text, where they end; a warning of numpy's would be an error here."""
+    policy = GroupWidth(flat(), PLACES, by_confidence=True)
+    for _ in range(10):
+        places = policy.next_round(4).places
+        chances = np.tile(np.where(np.arange(places) < 2, 0.9, 0.0), (4, 1))
+        assert places == 0 or width_by(policy, chances) <= 2
+    policy = GroupWidth(flat(), PLACES, by_confidence=True)
+    assert width_by(policy, np.zeros((4, PLACES))) == 0
+    assert policy.next_round(4).places > 0
+
+
 def test_rounds_of_all_numbers_of_places_and_widths():
     costs = bound_by_memory()
     costs.observe(2 * costs.round(8, 3), 8, 3, 3)
