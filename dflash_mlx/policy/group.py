@@ -27,11 +27,12 @@ _WORTH = 1.1
 _WORTH_DOUBLING = 1.1
 # After this many rounds in which drafting was not worth it, this many are made without; more each time.
 _MOST_UNUSED, _FIRST_REST, _LONGEST_REST = 4, 8, 256
-# Where the width is chosen in each round, drafting is worth it from so many times the speed of plain rounds. What the
-# drafts of this many rounds promised decides how many the next one drafts.
-_PAYS, _PROMISES = 1.03, 8
-# How much one more round lets fade how often a draft is kept whose predecessors are.
-_CHANCE_FADE, _FIRST_CHANCE = 0.9, 0.75
+# Where the width is chosen in each round, drafting is worth it from so many times the speed of plain rounds.
+_PAYS = 1.03
+# So many rounds decide how many places the next one drafts.
+_RECENT_ROUNDS = 8
+# The chance that a place is kept if those before it are: at first, and how much one more round lets the past fade.
+_FIRST_CHANCE, _CHANCE_FADE = 0.75, 0.9
 # After this many drafted rounds, four times as many each time, some plain ones show what they really take.
 _FIRST_CHECK, _LONGEST_CHECK, _CHECK = 32, 2048, 8
 
@@ -70,6 +71,8 @@ class GroupCosts:
     # What rounds took, times what was measured: of those without drafts and with, and of single widths.
     _drift: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
     _own_drift: dict[int, float] = field(default_factory=dict)
+    # The measured parts of `rounds`, by lanes and widths: they are asked for in every round and stay the same.
+    _parts: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def round(self, lanes: int, width: int, *, drafted: int | None = None) -> float:
         """A round of this many lanes that verifies `width` drafts of `drafted` places each (as many, when None)."""
@@ -79,10 +82,14 @@ class GroupCosts:
 
     def rounds(self, lanes: int, widths: Sequence[int]) -> np.ndarray:
         """Rounds that draft each number of places, by the width they verify: (widths, 1 + widths), none first."""
-        passing = [self._passing(lanes, width) for width in (0, *widths)]
-        drafting = [self._drafting(lanes, drafted) for drafted in widths]
+        key = (lanes, *widths)
+        measured = self._parts.get(key)
+        if measured is None:
+            passing = [self._passing(lanes, width) for width in (0, *widths)]
+            drafting = [self._drafting(lanes, drafted) for drafted in widths]
+            measured = self._parts[key] = np.add.outer(drafting, passing)
         own_drift = [self._own_drift.get(width, 1.0) for width in (0, *widths)]
-        return np.add.outer(drafting, passing) * self._drift[True] * own_drift
+        return measured * self._drift[True] * own_drift
 
     def _passing(self, lanes: int, width: int) -> float:
         if width == 0:
@@ -148,10 +155,11 @@ class GroupWidth:
         self.estimate = AcceptanceEstimate()
         self.pauses = Pauses()
         self._width = 0
-        # The tokens that the drafts of the last rounds promised beyond the first one, by width from 0; how likely each
-        # place is kept if those before it are, for places that a round did not draft; and the speed that is expected.
-        self._promises: deque[np.ndarray] = deque(maxlen=_PROMISES)
+        # Of the last rounds, the tokens expected of each width from 0 to all places, beyond the one that is sure.
+        self._recent_gains: deque[np.ndarray] = deque(maxlen=_RECENT_ROUNDS)
+        # How likely each place is kept if those before it are, for places that a round did not draft.
         self._chances = np.full(places, _FIRST_CHANCE)
+        # A lane's tokens a second that drafting the chosen number of places promises.
         self._speed = 0.0
         # Kept drafts, and what the confidence promised, of the drafts judged so far, by lane.
         self._kept = self._promised = 20.0
@@ -170,7 +178,7 @@ class GroupWidth:
             self._count_unused(self._speed * self.costs.round(lanes, 0) > _PAYS)
             if self._rest:
                 # The next try judges by what it sees then, and not by the rounds before.
-                self._promises = deque(list(self._promises)[-1:], maxlen=_PROMISES)
+                self._recent_gains = deque(list(self._recent_gains)[-1:], maxlen=_RECENT_ROUNDS)
             return Choice(drafted)
         speeds = self._speeds(lanes)
         best = max(speeds, key=lambda width: speeds[width])
@@ -190,16 +198,13 @@ class GroupWidth:
             # All lanes are about to end, and have no room for drafts.
             return 0
         chances = np.minimum(best * (self._kept / self._promised), SUREST)
-        gains = self._promised_tokens(np.cumprod(chances, axis=1).mean(axis=0))
+        gains = self._expected_gains(np.cumprod(chances, axis=1).mean(axis=0))
+        self._recent_gains.append(gains)
         # Rounds without drafts are always to be had.
         speed = max(self._speed, 1.0 / self.costs.round(rows, 0))
-        values = {
-            width: 1.0 + float(gains[width]) - speed * self.costs.round(rows, width, drafted=drafted)
-            for width in (0, *self._widths)
-            if width <= drafted
-        }
-        values[0] += _WORTH - 1.0
-        width = max(values, key=lambda width: values[width])
+        widths = [width for width in (0, *self._widths) if width <= drafted]
+        seconds = np.array([self.costs.round(rows, width, drafted=drafted) for width in widths])
+        width = widths[int(_worth(gains[widths], seconds, speed).argmax())]
         self._expected = float(gains[width]) * self._promised / self._kept
         return width
 
@@ -235,8 +240,8 @@ class GroupWidth:
         elif self._unused >= _MOST_UNUSED:
             self._unused, self._rest, self._next_rest = 0, self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
 
-    def _promised_tokens(self, kept: np.ndarray) -> np.ndarray:
-        """Tokens beyond the first one by width, from 0 to all places, by the chances that each drafted place is kept.
+    def _expected_gains(self, kept: np.ndarray) -> np.ndarray:
+        """Tokens by width, from 0 to all places, beyond the one that is sure; kept: by drafted place, how likely it is.
 
         Of places that were not drafted, what was lately seen of them is expected.
         """
@@ -245,26 +250,33 @@ class GroupWidth:
         chances = kept / np.maximum(np.concatenate([[1.0], kept[:-1]]), np.finfo(float).tiny)
         self._chances[:drafted] = _CHANCE_FADE * self._chances[:drafted] + (1 - _CHANCE_FADE) * chances
         beyond = kept[-1] * np.cumprod(self._chances[drafted:])
-        promise = np.concatenate([[0.0], kept, beyond]).cumsum()
-        self._promises.append(promise)
-        return promise
+        return np.concatenate([[0.0], kept, beyond]).cumsum()
 
     def _best_places(self, lanes: int) -> tuple[int, float]:
         """How many places to draft, and a lane's tokens a second then, had the last rounds' widths been chosen so."""
-        promises = self._promises or [np.array(self.estimate.expected_tokens(self.places)) - 1.0]
-        gains = np.stack(promises)[:, [0, *self._widths]]
-        rounds = np.arange(len(gains))
+        recent = self._recent_gains or [np.array(self.estimate.expected_tokens(self.places)) - 1.0]
+        gains = np.stack(recent)[:, [0, *self._widths]]
         best, speed, plain = 0, 0.0, 1.0 / self.costs.round(lanes, 0)
-        for i, seconds in enumerate(self.costs.rounds(lanes, self._widths)):
-            values = (gains - max(speed, plain) * seconds)[:, : i + 2]
-            values[:, 0] += _WORTH - 1.0
-            chosen = values.argmax(axis=1)
-            tokens_a_second = float((1.0 + gains[rounds, chosen]).sum() / seconds[chosen].sum())
+        for i, (places, seconds) in enumerate(zip(self._widths, self.costs.rounds(lanes, self._widths), strict=True)):
+            # No more are verified than are drafted.
+            chosen = _worth(gains[:, : i + 2], seconds[: i + 2], max(speed, plain)).argmax(axis=1)
+            tokens = 1.0 + np.take_along_axis(gains, chosen[:, None], axis=1)
+            tokens_a_second = float(tokens.sum() / seconds[chosen].sum())
             if tokens_a_second > speed:
-                best, speed = self._widths[i], tokens_a_second
+                best, speed = places, tokens_a_second
         return best, speed
 
     def _speeds(self, lanes: int) -> dict[int, float]:
         """Expected tokens a second of a lane, by width."""
         expected = self.estimate.expected_tokens(self.places)
         return {width: expected[width] / self.costs.round(lanes, width) for width in self._few}
+
+
+def _worth(gains: np.ndarray, seconds: np.ndarray, speed: float) -> np.ndarray:
+    """What rounds of some widths, the first of them 0, are worth: tokens that they gain beyond what their time would.
+
+    gains: (..., widths) tokens beyond the one that is sure; seconds: (widths,); speed: tokens a second otherwise.
+    """
+    worth = gains - speed * seconds
+    worth[..., 0] += _WORTH - 1.0
+    return worth

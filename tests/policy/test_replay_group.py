@@ -9,7 +9,7 @@ import statistics
 
 import numpy as np
 import pytest
-from policy.test_replay import OFF, PLACES, STEPS, Clock, Trace, traces
+from policy.test_replay import OFF, PLACES, Clock, Trace, traces
 
 from dflash_mlx.decoding.policies import GroupPolicy, RoundReport
 from dflash_mlx.policy.group import FixedGroup, GroupCosts, GroupWidth, interpolate
@@ -45,10 +45,18 @@ class Answer:
     """An answer that is being replayed."""
 
     def __init__(self, trace: Trace, at: int) -> None:
-        self.at, self.end = at, len(trace.ranks)
-        # How likely the best candidate of each place is, and how many of the first places are right, by round.
-        self.chances = np.exp(trace.log_probs[:, :, 0].astype(np.float64) / -STEPS)
+        self.trace, self.at = trace, at
+        # How many of the first places are right, by round.
         self.right = (trace.ranks == 0).cumprod(axis=1).sum(axis=1)
+
+    @property
+    def chances(self) -> np.ndarray:
+        """How likely the best candidate of each place is in the next round."""
+        return self.trace.probabilities(self.at)[:, 0]
+
+    @property
+    def done(self) -> bool:
+        return self.at >= len(self.right)
 
 
 def replay(
@@ -68,7 +76,7 @@ def replay(
         choice = policy.next_round(rows)
         width = choice.places
         if choice.waits:
-            width = policy.choose(np.stack([lane.chances[lane.at, : choice.places] for lane in lanes]), rows=rows)
+            width = policy.choose(np.stack([lane.chances[: choice.places] for lane in lanes]), rows=rows)
         kept = [min(int(lane.right[lane.at]), width) for lane in lanes]
         took = costs.round(rows, width, drafted=choice.places)
         seen = took if clock is None else clock(took)
@@ -76,7 +84,7 @@ def replay(
         tokens, spent = tokens + sum(kept) + rows, spent + took
         for lane, num_accepted in zip(lanes, kept, strict=True):
             lane.at += num_accepted + 1
-        lanes = [lane for lane in lanes if lane.at < lane.end]
+        lanes = [lane for lane in lanes if not lane.done]
         while waiting and len(lanes) < streams:
             lanes.append(Answer(waiting.pop(), 0))
     return tokens / spent
