@@ -56,7 +56,8 @@ def quick_measuring() -> Iterator[None]:
         patch.setattr(timing, "_SECONDS_A_WIDTH", 0.01)
         patch.setattr(costs, "_SECONDS_TO_SPEND", 0.5)
         patch.setattr(costs, "_AGREEING", 1)
-        patch.setattr(group_costs, "_SECONDS_A_POINT", 0.01)
+        patch.setattr(group_costs, "_SECONDS_A_TURN", 0.01)
+        patch.setattr(group_costs, "_SLOW", 0.0)
         patch.setattr(group_costs, "_SECONDS_TO_SPEND", 0.5)
         yield
 

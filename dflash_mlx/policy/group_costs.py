@@ -1,6 +1,5 @@
 """What the parts of a shared round cost on this machine: measured once for a pair and remembered on disk."""
 
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,16 +18,21 @@ from dflash_mlx.decoding.steps import propose
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.policy.group import FixedGroup, GroupCosts, rising, worthwhile_lanes
 from dflash_mlx.policy.stored import fingerprint, read_stored, store
+from dflash_mlx.policy.timing import taking_turns
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 5
+_SCHEMA = 6
 _TABLES = "plain", "verify", "draft", "more_lanes"
 _PROMPT_TOKENS = 64
-_WARM_UP, _TIMED, _SECONDS_A_POINT = 1, 5, 0.25
+# In a turn something is timed a few times, until that has taken so many seconds, but at least twice.
+_TIMED, _SECONDS_A_TURN = 5, 0.25
+# More tokens than the rounds of an answer gain.
+_TOKENS = 1 << 20
 # A draft that is waited for takes longer than its share of a round, of which it is taken to be this much at most.
 _MOST_DRAFTING = 0.5
-# Where a pass of single rows takes this long, measuring stops after about this many seconds; the rest is interpolated.
+# Where anything takes this long, one turn is enough; where a pass of single rows does, measuring stops after about this
+# many seconds, and the rest is interpolated.
 _SLOW, _SECONDS_TO_SPEND = 0.03, 10.0
 # Rows of each lane that are tried: an anchor and its drafts.
 _ROWS = (2, 4, 8, 16)
@@ -75,24 +79,21 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
     lanes = 2
     while lanes <= most_lanes:
         batch = _batch_of(read, prompt, lanes)
-        drafts = {width: _seconds(partial(_draft, batch, width)) for width in widths}
+        drafts = _draft_seconds(batch, widths)
         policy = FixedGroup(0)
         engine = Engine(target, drafter, policy=policy)
         engine.join_all(batch)
-        plain[lanes] = _round_seconds(engine, policy, 0)
-        for width in widths:
+        # The narrowest one is always timed: it shows what as many rows of more lanes take longer.
+        known = {width: verify[rows] for width in widths[1:] if (rows := lanes * (width + 1)) in verify}
+        seconds = _round_seconds(engine, policy, drafts, known)
+        plain[lanes] = seconds.pop(0)
+        for width, whole in seconds.items():
             rows = lanes * (width + 1)
-            # The narrowest one shows what as many rows of more lanes take longer.
-            if rows not in verify or lanes not in more_lanes:
-                seconds = _round_seconds(engine, policy, width)
-                if lanes not in more_lanes:
-                    more_lanes[lanes] = max(0.0, seconds - verify[rows] - draft[rows]) if rows in verify else 0.0
-                if rows not in verify:
-                    draft[rows] = min(drafts[width], _MOST_DRAFTING * seconds)
-                    verify[rows] = max(0.0, seconds - draft[rows] - more_lanes[lanes])
-            # Not even if every draft were kept would a wider round be worth it.
-            if verify[rows] + more_lanes[lanes] > (width + 1) * plain[lanes]:
-                break
+            if lanes not in more_lanes:
+                more_lanes[lanes] = max(0.0, whole - verify[rows] - draft[rows]) if rows in verify else 0.0
+            if rows not in verify:
+                draft[rows] = min(drafts[width], _MOST_DRAFTING * whole)
+                verify[rows] = max(0.0, whole - draft[rows] - more_lanes[lanes])
         for lane in engine.lanes:
             engine.leave(lane)
         # A GPU compiles at first, which is no reason to stop; slow passes are.
@@ -104,19 +105,46 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
     return GroupCosts(rising(plain), rising(verify), rising(draft), rising(more_lanes))
 
 
+def _draft_seconds(batch: Batch, widths: list[int]) -> dict[int, float]:
+    """Of drafts of each number of places, alone."""
+    if not widths:
+        return {}
+    times = taking_turns([partial(_some_times, partial(_draft, batch, width)) for width in widths], slow=_SLOW)
+    return dict(zip(widths, times, strict=True))
+
+
+def _round_seconds(
+    engine: Engine, policy: FixedGroup, drafts: dict[int, float], known: dict[int, float]
+) -> dict[int, float]:
+    """Of rounds without drafts, and of those with as many as there are `drafts` of, as far as they may be worth it.
+
+    drafts: the seconds of a draft alone, by width. known: those of a pass alone, of widths that need not be timed.
+    """
+    first = {0: _times_of(engine, policy, 0)}
+    for width, drafting in drafts.items():
+        passing = known.get(width)
+        if passing is None:
+            first[width] = _times_of(engine, policy, width)
+            passing = min(first[width]) - min(drafting, _MOST_DRAFTING * min(first[width]))
+        # Not even if every draft were kept would a wider round be worth it.
+        if passing > (width + 1) * min(first[0]):
+            break
+    kinds = [partial(_times_of, engine, policy, width) for width in first]
+    return dict(zip(first, taking_turns(kinds, first=list(first.values()), slow=_SLOW), strict=True))
+
+
 def _batch_of(read: Session, prompt: list[int], lanes: int) -> Batch:
     """So many lanes that answer the prompt, which was `read` but for its last token."""
     assert read.drafter is not None
     batch = Batch(read.target, read.drafter)
     arriving = []
     for _ in range(lanes):
-        # More tokens than all rounds can gain.
         lane = Lane(
             session=fork(read, len(read.tokens)),
             prompt=prompt,
             strategy=Greedy(),
             policy=FixedWidth(0),
-            max_tokens=_PROMPT_TOKENS * (_WARM_UP + _TIMED) * sum(_ROWS),
+            max_tokens=_TOKENS,
             eos_ids=set(),
         )
         arriving.append(Batch.of(lane, read.drafter))
@@ -131,20 +159,20 @@ def _draft(batch: Batch, width: int) -> None:
     mx.eval(drafted.tokens)
 
 
-def _round_seconds(engine: Engine, policy: FixedGroup, width: int) -> float:
+def _times_of(engine: Engine, policy: FixedGroup, width: int) -> list[float]:
+    """Some times of rounds of a width."""
     policy.width = width
     # One round of the width before is on its way.
-    for _ in range(_WARM_UP):
-        engine.advance()
-    return _seconds(engine.advance)
+    engine.advance()
+    return _some_times(engine.advance)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """The median of a few runs, after one to warm up; of more where they are quick, since GPUs stall at first."""
+def _some_times(work: Callable[[], object]) -> list[float]:
+    """Some times of what is done, which is done once before; more where it is quick."""
     work()
     times: list[float] = []
-    while len(times) < _TIMED and (len(times) < 2 or len(times) * min(times) < _SECONDS_A_POINT):
+    while len(times) < _TIMED and (len(times) < 2 or len(times) * min(times) < _SECONDS_A_TURN):
         started = time.perf_counter()
         work()
         times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return times

@@ -5,11 +5,13 @@ A round's time depends on shapes and not on what is computed, so the context is 
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.batch import Batch
@@ -29,8 +31,10 @@ _FEWEST_TURNS, _MOST_TURNS = 3, 10
 # How long the rounds of a turn are timed, and the most of them.
 _SECONDS_A_TURN, _MOST_TIMED = 0.05, 5
 _SECONDS_A_WIDTH = 0.3
-# A computer is slower for a while, and never faster: of several times the one counts that this share of them is below.
+# A computer is slower for a while, and never faster: of several times, the one counts that this share of them is below.
 _LOW = 0.2
+# By so many steps the kinds' times are found, and comparisons that are off by less than this are all as good.
+_FITS, _NEAR = 30, 0.01
 # Drafts that are timed.
 _TIMED_DRAFTS = 3
 # Of those that change their width every few rounds.
@@ -56,17 +60,11 @@ class Timer:
 
     def rounds(self, kinds: Sequence[Rounds]) -> list[float]:
         """Rounds of some kinds, which take turns of a few rounds each."""
-        engines, turns = [self._warm(*kind) for kind in kinds], []
-        started = time.perf_counter()
-        while True:
-            turns.append([_some_seconds_of(engine) for engine in engines])
-            spent, quick = time.perf_counter() - started, max(map(min, turns[-1])) < _LONG_ROUND
-            enough = spent > _SECONDS_A_WIDTH * len(engines) or len(turns) == _MOST_TURNS
-            if not quick or (enough and len(turns) >= _FEWEST_TURNS):
-                break
+        engines = [self._warm(*kind) for kind in kinds]
+        times = taking_turns([partial(_some_seconds_of, engine) for engine in engines])
         for engine in engines:
             _end(engine)
-        return compared(turns)
+        return times
 
     def _warm(self, policy: FixedWidth, depth: int) -> Engine:
         """An answer with such rounds, which has begun."""
@@ -128,20 +126,44 @@ class Timer:
         return engine
 
 
+def taking_turns(
+    kinds: Sequence[Callable[[], Sequence[float]]],
+    *,
+    first: Sequence[Sequence[float]] | None = None,
+    slow: float = _LONG_ROUND,
+) -> list[float]:
+    """What some kinds of work take, each of which tells a few times whenever it is called.
+
+    first: the times of a first turn that was made. slow: one turn is enough where any of them takes so many seconds.
+    """
+    turns, started = [] if first is None else [first], time.perf_counter()
+    while not turns or max(map(min, turns[-1])) < slow:
+        enough = time.perf_counter() - started > _SECONDS_A_WIDTH * len(kinds) or len(turns) == _MOST_TURNS
+        if enough and len(turns) >= _FEWEST_TURNS:
+            break
+        turns.append([times() for times in kinds])
+    return compared(turns)
+
+
 def compared(turns: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     """What rounds of some kinds take, by turns of them all, of each of which some times are known.
 
-    Some computers are slower for a tenth of a second, or for seconds, whatever they do. The former hardly changes a low
-    one of all times of a kind. The latter slows down whole turns: each counts by how fast the computer was then.
+    Some computers are slower for a tenth of a second, or for seconds, whatever they do: a rented one by 1.7 times, for
+    two thirds of the time. So each kind is compared with what was timed right before it. The kinds' times are those
+    from which the fewest of these comparisons are far off (the least sum of the logarithms' distances), on a computer
+    as fast as this one was at its better times.
     """
-    by_kind = list(zip(*turns, strict=True))
-    usual = [_low(times for turn in kind for times in turn) for kind in by_kind]
-    levels = [
-        _low(taken / typical for times, typical in zip(turn, usual, strict=True) for taken in times) for turn in turns
-    ]
-    return [
-        _low(taken / level for times, level in zip(kind, levels, strict=True) for taken in times) for kind in by_kind
-    ]
+    count = len(turns[0])
+    seen = np.log([_low(times) for turn in turns for times in turn])
+    kinds = np.arange(len(seen)) % count
+    steps, places = np.diff(seen), np.eye(count)
+    design, weights, times = places[kinds[1:]] - places[kinds[:-1]], np.ones(len(steps)), np.zeros(count)
+    for _ in range(_FITS):
+        root = np.sqrt(weights)
+        times = np.linalg.lstsq(design * root[:, None], steps * root, rcond=None)[0]
+        weights = 1.0 / np.maximum(np.abs(design @ times - steps), _NEAR)
+    found: list[float] = np.exp(times + _low(seen - times[kinds])).tolist()
+    return found
 
 
 def _low(times: Iterable[float]) -> float:

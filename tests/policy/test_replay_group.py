@@ -81,7 +81,11 @@ class Answer:
 
 
 def replay(
-    answers: list[Trace], policy: GroupPolicy, costs: GroupCosts, streams: int, clock: Callable[[float], float] | None = None
+    answers: list[Trace],
+    policy: GroupPolicy,
+    costs: GroupCosts,
+    streams: int,
+    clock: Callable[[float], float] | None = None,
 ) -> float:
     """Answer all, so many at a time, in the order in which the decode loop asks the policy; tokens a second.
 
