@@ -17,11 +17,13 @@ from dflash_mlx.drafters.contract import (
     Drafter,
     DraftState,
     DraftVocabulary,
+    Nobody,
     Outlook,
     Proposal,
     Writer,
 )
 from dflash_mlx.drafters.ngram import Lookup, NgramState
+from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
 # Drafts that are kept of the drafter's, and that are taken to be kept of the text's as promised: what is assumed at
@@ -29,6 +31,8 @@ from dflash_mlx.targets.target import Target
 _FIRST_KEPT, _FIRST_TOLD, _FADE = 2.0, 4.0, 0.8
 # So many times as many tokens the text has to promise: where it drafts, the next round waits for the host.
 _MARGIN = 1.3
+# The same of all answers of a round together: a GPU that is done quickly loses more by the wait.
+_MARGIN_TOGETHER = {"cuda": 1.3, "metal": 1.05, "cpu": 1.05}
 
 
 class WithNgram:
@@ -95,7 +99,7 @@ class WithNgramState:
         return self.inner.vocabulary
 
     def outlook(self, writers: Sequence[Writer]) -> Outlook:
-        return Outlook.HOST if any(map(self._prefers_text, writers)) else self.inner.outlook(writers)
+        return Outlook.HOST if any(self._by_text(writers)) else self.inner.outlook(writers)
 
     def told(self, writer: Writer) -> float:
         return self._kept_of(writer).told(self.text.lookup(writer), self._places)
@@ -103,8 +107,13 @@ class WithNgramState:
     def continuation(self, writer: Writer, places: int) -> Continuation | None:
         return None if self._kept_of(writer).by_text else self.text.lookup(writer).continuation(places)
 
-    def _prefers_text(self, writer: Writer) -> bool:
-        return self.told(writer) > 0.0
+    def _by_text(self, writers: Sequence[Writer]) -> list[bool]:
+        """For which answers the text drafts: where it promises more, if that makes up for the wait of all."""
+        told = list(map(self.told, writers))
+        gained = sum(text - self._kept_of(writer).mean for writer, text in zip(writers, told, strict=True) if text)
+        own = sum(1 + self._kept_of(writer).mean for writer in writers if not isinstance(writer, Nobody))
+        worthwhile = gained >= (_MARGIN_TOGETHER[backend().kind] - 1) * own
+        return [worthwhile and text > 0.0 for text in told]
 
     def _kept_of(self, writer: Writer) -> "_Kept":
         return self._kept.setdefault(writer, _Kept())
@@ -112,7 +121,7 @@ class WithNgramState:
     def propose(
         self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False
     ) -> Drafted:
-        chosen = [self._prefers_text(writer) for writer in writers]
+        chosen = self._by_text(writers)
         for writer, by_text in zip(writers, chosen, strict=True):
             self._kept_of(writer).begin(by_text=by_text)
         if not any(chosen):

@@ -17,7 +17,8 @@ from dflash_mlx.decoding.accept import Coupled, Greedy, Rejection
 from dflash_mlx.decoding.decode import decode
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
-from dflash_mlx.drafters.contract import Drafted, Outlook, best_tokens
+from dflash_mlx.drafters import with_ngram
+from dflash_mlx.drafters.contract import Drafted, Nobody, Outlook, best_tokens
 from dflash_mlx.drafters.medusa import MedusaDrafter, MedusaNetwork
 from dflash_mlx.drafters.ngram import NgramState
 from dflash_mlx.drafters.stepwise import StepwiseState
@@ -85,6 +86,20 @@ def test_answers_together_draft_in_different_ways():
     assert chances[0] == pytest.approx([0.5] * 3)
     assert (chances[1] > 0.7).all()
     assert state.outlook(writers) is Outlook.HOST
+
+
+@pytest.mark.parametrize(("kind", "others", "worth_it"), [("cpu", 12, True), ("cuda", 12, False), ("cuda", 1, True)])
+def test_many_answers_wait_for_the_text_of_one_only_if_that_pays(kind, others, worth_it, monkeypatch):
+    """As many tokens more as the one gains by its text have to make up for the wait of all; rows without answers do
+    not count."""
+    monkeypatch.setattr(with_ngram, "backend", lambda: SimpleNamespace(kind=kind))
+    state = WithNgramState(Inner(), places=15, vocab_size=100)
+    drafted, writers = proposed(state, *[NEW] * others, REPEATS)
+    assert drafted.tokens[-1].tolist() == ([12, 13, 14] if worth_it else [70, 71, 72])
+    assert state.outlook(writers) is (Outlook.HOST if worth_it else Outlook.DEVICE)
+    zeros, padded = mx.zeros((len(writers) + 20,)), [*writers, *(Nobody() for _ in range(20))]
+    again = state.propose(padded, zeros, zeros, 3, room=9).tokens[others].tolist()
+    assert again == drafted.tokens[-1].tolist()
 
 
 def test_a_drafter_that_keeps_more_is_preferred():
@@ -156,7 +171,7 @@ def at_random(monkeypatch, seed):
 
     def chosen(state, writers, anchors, at, places, *, room, tree=False):
         by_text = {id(writer): rng.random() < 0.5 for writer in writers}
-        state._prefers_text = lambda writer: by_text[id(writer)]
+        state._by_text = lambda writers: [by_text[id(writer)] for writer in writers]
         for writer in writers:
             by_drafter.setdefault(id(writer), []).append(not by_text[id(writer)])
         return propose(state, writers, anchors, at, places, room=room, tree=tree)
@@ -227,12 +242,13 @@ def test_sampling_keeps_the_targets_distribution(seeded, monkeypatch):
     """Whether a round's drafts are the text's, which were not drawn, or the drafter's, which were."""
     rounds = {True: 0, False: 0}
 
-    def by_turns(state, writer):
-        by_text = len(state.text.lookup(writer).tokens) % 2 == 0
-        rounds[by_text] += 1
-        return by_text
+    def by_turns(state, writers):
+        found = [len(state.text.lookup(writer).tokens) % 2 == 0 for writer in writers]
+        for by_text in found:
+            rounds[by_text] += 1
+        return found
 
-    monkeypatch.setattr(WithNgramState, "_prefers_text", by_turns)
+    monkeypatch.setattr(WithNgramState, "_by_text", by_turns)
     params, runs = SamplingParams(temperature=0.8, seed=1 if seeded else None), 600
     target = tiny_target("llama", seed=3, vocab_size=VOCAB, num_hidden_layers=1)
     one_layer = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "num_target_layers": 1}
