@@ -222,9 +222,12 @@ def verdict(results: Results, figures: Sequence[Figures]) -> list[str]:
             )
     if (chosen := judged(results, complete_in(results, setting))) is not None:
         among = f"the best of {chosen.fixed} fixed ones" if chosen.fixed > 1 else "the fixed one"
+        each = ""
+        if chosen.lowest is not None and chosen.highest is not None:
+            each = f" ({times(chosen.lowest)} to {times(chosen.highest)} of the best with the same answer to a prompt)"
         lines.append(
             f"If rounds of the same kind took equally long, the automatic choice would be {as_fast(chosen.share)} as "
-            f"{chosen.best}, {among} ({times(chosen.lowest)} to {times(chosen.highest)} of the best for each prompt)."
+            f"{chosen.best}, {among}{each}."
         )
     return lines
 

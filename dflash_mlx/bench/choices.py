@@ -21,14 +21,15 @@ class Chosen:
     """The automatic choice beside fixed ones.
 
     best: of `fixed` choices, the one with the most tokens a second over all prompts; share: the automatic one's speed
-    of that. lowest, highest: its speed for a single prompt, of the best fixed choice for it.
+    of that. lowest, highest: its speed for a single prompt, of the best fixed choice that wrote the same answer; None
+    where there was no such prompt. Another answer may be easier to draft.
     """
 
     best: str
     fixed: int
     share: float
-    lowest: float
-    highest: float
+    lowest: float | None
+    highest: float | None
 
 
 def judged(results: Results, prompts: Sequence[PromptResult]) -> Chosen | None:
@@ -49,11 +50,15 @@ def judged(results: Results, prompts: Sequence[PromptResult]) -> Chosen | None:
 
     overall = {name: speed(run for result in prompts for run in result.of(name)) for name in contestants}
     best = max(fixed, key=lambda name: overall[name])
-    each = [{name: speed(result.of(name)) for name in contestants} for result in prompts]
-    shares = [found[results.main] / most for found in each if (most := max(found[name] for name in fixed))]
-    if not shares:
+    if not overall[best]:
         return None
-    return Chosen(best, len(fixed), overall[results.main] / overall[best], min(shares), max(shares))
+    shares = []
+    for result in prompts:
+        rivals = [speed(result.of(name)) for name in fixed if result.first_difference(name, results.main) is None]
+        if most := max(rivals, default=0.0):
+            shares.append(speed(result.of(results.main)) / most)
+    share = overall[results.main] / overall[best]
+    return Chosen(best, len(fixed), share, min(shares, default=None), max(shares, default=None))
 
 
 def _kind(r: Round) -> tuple[int, bool]:

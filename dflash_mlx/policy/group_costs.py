@@ -1,7 +1,7 @@
 """What the parts of a shared round cost on this machine: measured once for a pair and remembered on disk."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,8 @@ _TABLES = "plain", "verify", "draft", "more_lanes"
 _PROMPT_TOKENS = 64
 # In a turn something is timed a few times, until that has taken so many seconds, but at least twice.
 _TIMED, _SECONDS_A_TURN = 5, 0.25
+# There are turns until each kind has taken so long.
+_SECONDS_A_KIND = 0.15
 # More tokens than the rounds of an answer gain.
 _TOKENS = 1 << 20
 # A draft that is waited for takes longer than its share of a round, of which it is taken to be this much at most.
@@ -79,20 +81,20 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
     lanes = 2
     while lanes <= most_lanes:
         batch = _batch_of(read, prompt, lanes)
-        drafts = _draft_seconds(batch, widths)
+        # By width, what passes and drafts of as many rows take that fewer lanes have made.
+        known = {width: (verify[rows], draft[rows]) for width in widths if (rows := lanes * (width + 1)) in verify}
+        drafts = _draft_seconds(batch, [width for width in widths if width not in known])
         policy = FixedGroup(0)
         engine = Engine(target, drafter, policy=policy)
         engine.join_all(batch)
-        # The narrowest one is always timed: it shows what as many rows of more lanes take longer.
-        known = {width: verify[rows] for width in widths[1:] if (rows := lanes * (width + 1)) in verify}
-        seconds = _round_seconds(engine, policy, drafts, known)
+        seconds = _round_seconds(engine, policy, widths, drafts, known)
         plain[lanes] = seconds.pop(0)
         for width, whole in seconds.items():
             rows = lanes * (width + 1)
             if lanes not in more_lanes:
-                more_lanes[lanes] = max(0.0, whole - verify[rows] - draft[rows]) if rows in verify else 0.0
-            if rows not in verify:
-                draft[rows] = min(drafts[width], _MOST_DRAFTING * whole)
+                more_lanes[lanes] = max(0.0, whole - sum(known[width])) if width in known else 0.0
+            if width not in known:
+                draft[rows] = _drafting(drafts[width], whole)
                 verify[rows] = max(0.0, whole - draft[rows] - more_lanes[lanes])
         for lane in engine.lanes:
             engine.leave(lane)
@@ -105,32 +107,42 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
     return GroupCosts(rising(plain), rising(verify), rising(draft), rising(more_lanes))
 
 
-def _draft_seconds(batch: Batch, widths: list[int]) -> dict[int, float]:
+def _draft_seconds(batch: Batch, widths: Sequence[int]) -> dict[int, float]:
     """Of drafts of each number of places, alone."""
     if not widths:
         return {}
-    times = taking_turns([partial(_some_times, partial(_draft, batch, width)) for width in widths], slow=_SLOW)
-    return dict(zip(widths, times, strict=True))
+    kinds = [partial(_some_times, partial(_draft, batch, width)) for width in widths]
+    return dict(zip(widths, taking_turns(kinds, seconds=_SECONDS_A_KIND, slow=_SLOW), strict=True))
 
 
 def _round_seconds(
-    engine: Engine, policy: FixedGroup, drafts: dict[int, float], known: dict[int, float]
+    engine: Engine,
+    policy: FixedGroup,
+    widths: Sequence[int],
+    drafts: Mapping[int, float],
+    known: Mapping[int, tuple[float, float]],
 ) -> dict[int, float]:
-    """Of rounds without drafts, and of those with as many as there are `drafts` of, as far as they may be worth it.
+    """Of rounds without drafts, and of those widths that may be worth it and need to be timed.
 
-    drafts: the seconds of a draft alone, by width. known: those of a pass alone, of widths that need not be timed.
+    These are the narrowest one, which shows what more lanes take longer, and those that are not known. drafts: the
+    seconds of drafts alone, by width; known: those of a pass and of a draft.
     """
     first = {0: _times_of(engine, policy, 0)}
-    for width, drafting in drafts.items():
-        passing = known.get(width)
-        if passing is None:
+    for width in widths:
+        if width == widths[0] or width not in known:
             first[width] = _times_of(engine, policy, width)
-            passing = min(first[width]) - min(drafting, _MOST_DRAFTING * min(first[width]))
+        passing = known[width][0] if width in known else min(first[width]) - _drafting(drafts[width], min(first[width]))
         # Not even if every draft were kept would a wider round be worth it.
         if passing > (width + 1) * min(first[0]):
             break
     kinds = [partial(_times_of, engine, policy, width) for width in first]
-    return dict(zip(first, taking_turns(kinds, first=list(first.values()), slow=_SLOW), strict=True))
+    times = taking_turns(kinds, first=list(first.values()), seconds=_SECONDS_A_KIND, slow=_SLOW)
+    return dict(zip(first, times, strict=True))
+
+
+def _drafting(alone: float, whole: float) -> float:
+    """The part of a round that drafting takes: less than a draft alone, which is waited for."""
+    return min(alone, _MOST_DRAFTING * whole)
 
 
 def _batch_of(read: Session, prompt: list[int], lanes: int) -> Batch:

@@ -130,15 +130,18 @@ def taking_turns(
     kinds: Sequence[Callable[[], Sequence[float]]],
     *,
     first: Sequence[Sequence[float]] | None = None,
+    seconds: float | None = None,
     slow: float = _LONG_ROUND,
 ) -> list[float]:
     """What some kinds of work take, each of which tells a few times whenever it is called.
 
-    first: the times of a first turn that was made. slow: one turn is enough where any of them takes so many seconds.
+    first: the times of a first turn that was made. seconds: how long to go on for each kind. slow: one turn is enough
+    where any of them takes so many seconds.
     """
+    to_spend = len(kinds) * (_SECONDS_A_WIDTH if seconds is None else seconds)
     turns, started = [] if first is None else [first], time.perf_counter()
     while not turns or max(map(min, turns[-1])) < slow:
-        enough = time.perf_counter() - started > _SECONDS_A_WIDTH * len(kinds) or len(turns) == _MOST_TURNS
+        enough = time.perf_counter() - started > to_spend or len(turns) == _MOST_TURNS
         if enough and len(turns) >= _FEWEST_TURNS:
             break
         turns.append([times() for times in kinds])
