@@ -61,12 +61,15 @@ class Lookup:
 
     def _find(self, places: Sequence[int]) -> None:
         """The place of those given before which most tokens are equal to the newest ones; the last of several."""
-        self.length = 0
+        tokens, self.length = self.tokens, 0
         for place in reversed(places[-_TRIED:]):
-            length = next(
-                (n for n in range(min(place, _FARTHEST)) if self.tokens[place - 1 - n] != self.tokens[-1 - n]),
-                min(place, _FARTHEST),
-            )
+            most, length = min(place, _FARTHEST), self.length
+            # To be longer than the one found, it has to be equal there, too.
+            if most <= length or tokens[place - 1 - length] != tokens[-1 - length]:
+                continue
+            length = 0
+            while length < most and tokens[place - 1 - length] == tokens[-1 - length]:
+                length += 1
             if length > self.length:
                 self._place, self.length = place, length
 
