@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dflash_mlx.decoding.engine import can_branch
+from dflash_mlx.decoding.choosing import can_branch
 from dflash_mlx.decoding.policies import GroupPolicy, WidthPolicy
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.tree import wide_sizes

@@ -7,9 +7,8 @@ the host (`_may_launch_ahead`) the whole next round, so that the device waits fo
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -19,15 +18,15 @@ from dflash_mlx.caches.own import OwnCaches
 from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.decoding.accept import Reading, for_trees
 from dflash_mlx.decoding.batch import Batch
+from dflash_mlx.decoding.choosing import Choosing
 from dflash_mlx.decoding.constraint import Bits, limit
 from dflash_mlx.decoding.lane import Lane, Step
-from dflash_mlx.decoding.policies import Choice, GroupPolicy, Observation, RoundReport
+from dflash_mlx.decoding.policies import Choice, GroupPolicy
 from dflash_mlx.decoding.round import Plan, Round
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import Chances, Drafts, accept, consider, propose
 from dflash_mlx.decoding.tree import DraftTree
 from dflash_mlx.drafters.contract import Drafter, Outlook
-from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
 # What a lane gained in a round, or what went wrong with it alone.
@@ -38,8 +37,9 @@ class Engine:
     """Answers made together; `policy` chooses the width for several lanes, a single lane has a policy of its own."""
 
     def __init__(self, target: Target, drafter: Drafter | None, *, policy: GroupPolicy | None = None) -> None:
-        self.target, self.drafter, self.policy = target, drafter, policy
+        self.target, self.drafter = target, drafter
         self._batch = Batch(target, drafter)
+        self.choosing = Choosing(target, self._batch, policy)
         self._joining: list[Batch] = []
         self._round: Round | None = None
         # Lanes that cannot go on, which is said with the next results.
@@ -61,7 +61,7 @@ class Engine:
         assert self.target.takes_rows() or not self.lanes, "this target's answers are made one at a time"
         for lane in batch.lanes:
             lane.session.away = self
-            if self._may_branch(lane) or not (self.drafter is None or self.drafter.allows_rejection):
+            if self.choosing.may_branch(lane) or not (self.drafter is None or self.drafter.allows_rejection):
                 lane.strategy = for_trees(lane.strategy)
         self._joining.append(batch)
 
@@ -106,12 +106,12 @@ class Engine:
         batch = self._batch
         if self._joining or not batch.is_arranged:
             return None
-        waits = self._outlook is Outlook.HOST
-        if waits and self._lone is None:
+        waits = self.choosing.outlook is Outlook.HOST
+        if waits and self.choosing.lone is None:
             return None
         # The round on its way yields one token at least, and the next one its own.
         wanted = max(lane.remaining for lane in batch.lanes)
-        choice = self._choose(wanted - 2)
+        choice = self.choosing.next_round(wanted - 2)
         if waits and choice.places:
             # Asked again when the newest tokens are known. A pause does not need them.
             return None
@@ -124,23 +124,6 @@ class Engine:
             return Plan(choice, launched=self._launch_drafts(drafts, choice.width, ahead=True))
         mx.async_eval(drafts.arrays)
         return Plan(choice, drafts)
-
-    def _choose(self, most: int) -> Choice:
-        """What the policy wants to draft, of at most so many places."""
-        if most <= 0 or self._outlook is Outlook.NOTHING:
-            return Choice(0)
-        if self._lone is not None:
-            assert self._batch.state is not None
-            told = self._batch.state.told(self._lone)
-            choice = self._lone.policy.next_round(may_branch=self._may_branch(self._lone), told=told)
-        else:
-            choice = self._shared.next_round(len(self._batch.rows))
-        places = self._fitting(choice.places, most)
-        return choice if places == choice.places else replace(choice, places=places)
-
-    def _fitting(self, places: int, most: int) -> int:
-        """No more places than tokens are wanted, unless another width would have to be written down and compiled."""
-        return places if self.target.replays or backend().kind == "cuda" else min(places, most)
 
     def _may_launch_ahead(self, current: Round, *, drafting: bool) -> bool:
         """Whether the round after `current` can be launched before that is read: nothing of it depends on the host."""
@@ -199,7 +182,7 @@ class Engine:
         self._absorb(current)
         for lane in finished:
             self.leave(lane)
-        self._observe(current, report, idle)
+        self.choosing.observe(current, report, self._seconds(idle))
         return results
 
     def _take(self, lane: Lane, reading: Reading, current: Round, row: int) -> tuple[Step | Exception, int]:
@@ -222,34 +205,11 @@ class Engine:
                 lane.guide = None  # what waits for guides on the host need wait no longer
         return step, len(tokens)
 
-    def _observe(self, current: Round, kept: Sequence[tuple[Lane, Reading, int]], idle: float) -> None:
-        """Tell the policy what the round brought, and its time, unless the caller was long in between."""
+    def _seconds(self, idle: float) -> float | None:
+        """What the round took that was just read, unless the caller was long in between, who took `idle` seconds."""
         now = time.perf_counter()
         spent, self._read_at = now - self._read_at, now
-        seconds = spent if idle < 0.5 * spent else None
-        if len(current.lanes) > 1:
-            counts = [(lane, num_accepted) for lane, _, num_accepted in kept]
-            self._shared.observe(RoundReport(len(current.lanes), current.drafted, current.width, counts, seconds))
-            return
-        forecast = current.chances.forecast() if current.chances is not None else None
-        for lane, reading, num_accepted in kept:
-            promised = reading.promised
-            if promised is None:
-                promised = forecast.promised(min(num_accepted + 1, current.width)) if forecast is not None else 0.0
-            lane.policy.observe(
-                Observation(
-                    current.drafted,
-                    current.width,
-                    num_accepted,
-                    branched=current.chances is not None and current.chances.branched,
-                    depth=reading.depth,
-                    firsts=forecast.kept_of_firsts(reading.tokens) if forecast is not None else 0,
-                    forecast=forecast,
-                    promised=promised,
-                    seconds=seconds,
-                    with_text=forecast.kept_with_text(reading.tokens, num_accepted) if forecast is not None else 0,
-                )
-            )
+        return spent if idle < 0.5 * spent else None
 
     # Launching the next one.
 
@@ -271,26 +231,13 @@ class Engine:
         if was_empty and len(batch.rows) == 1:
             # A lone answer's first token comes soonest from a plain round.
             return self._launch(None)
-        choice = self._choose(max(lane.remaining for lane in batch.lanes) - 1)
+        choice = self.choosing.next_round(max(lane.remaining for lane in batch.lanes) - 1)
         return self._launch_chosen(choice, self._draft(choice)) if choice.places else self._launch(None)
 
     def _launch_chosen(self, choice: Choice, drafts: Drafts) -> Round:
         """Launch the round with those of the drafts that the policy chooses and the lanes' guides allow."""
-        batch, width = self._batch, choice.width
-        wanted = self._fitting(drafts.width, max(lane.remaining for lane in batch.lanes) - 1)
-        if width is None:
-            chances = drafts.chances
-            assert chances is not None
-            if self._lone is not None:
-                assert batch.state is not None
-                text = batch.state.continuation(self._lone, drafts.width)
-                chances = chances.joined(text) if text is not None else chances
-                drafts = replace(drafts, chances=chances)
-                width = self._lone.policy.choose(chances.forecast(wanted))
-            else:
-                rows = [row for row, lane in enumerate(batch.rows) if lane is not None]
-                width = self._shared.choose(chances.read()[rows, :wanted], rows=len(batch.rows))
-        return self._launch_drafts(drafts, width if choice.tree else min(width, wanted))
+        drafts, width = self.choosing.of_drafts(choice, drafts)
+        return self._launch_drafts(drafts, width)
 
     def _launch_drafts(self, drafts: Drafts, width: int, *, ahead: bool = False) -> Round:
         """Launch the round with the first `width` drafts, or a tree's likeliest."""
@@ -351,34 +298,6 @@ class Engine:
                 self._failed.append((lane, error))
         return drafts.narrowed() if drafts is not None else None, bits
 
-    # Who decides.
-
-    @property
-    def _lone(self) -> Lane | None:
-        """The lane, if there is one row only."""
-        return self._batch.rows[0] if len(self._batch.rows) == 1 else None
-
-    @property
-    def _shared(self) -> GroupPolicy:
-        assert self.policy is not None, "several lanes need a policy of their own"
-        return self.policy
-
-    @property
-    def _outlook(self) -> Outlook:
-        """What drafting for the next round takes."""
-        state = self._batch.state
-        return Outlook.NOTHING if state is None else state.outlook(self._batch.lanes)
-
-    def _may_branch(self, lane: Lane) -> bool:
-        """Whether rounds of this lane may be trees, if it is alone: both models take them, and the lane as well.
-
-        A tree has many rows, so several lanes have chains.
-        """
-        drafter = self._batch.drafter
-        if not lane.policy.branches or drafter is None or lane.processors or lane.guide is not None:
-            return False
-        return can_branch(self.target, drafter)
-
     # What sessions ask of where their caches are (`session.Away`).
 
     def bring_home(self, session: Session) -> None:
@@ -403,8 +322,3 @@ class Engine:
                 lane.session.reset()
             self.target.drain()
             raise
-
-
-def can_branch(target: Target, drafter: Drafter) -> bool:
-    """Whether rounds may be trees of drafts."""
-    return drafter.supports_trees and target.takes_rows() and target.takes_trees()

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.decoding.engine import can_branch
+from dflash_mlx.decoding.choosing import can_branch
 from dflash_mlx.decoding.tree import wide_sizes
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.policy.group import rising

@@ -190,9 +190,6 @@ class GroupWidth:
 
     def choose(self, best: np.ndarray, *, rows: int) -> int:
         drafted = best.shape[1]
-        if drafted == 0:
-            # All lanes are about to end, and have no room for drafts.
-            return 0
         chances = np.minimum(best * (self._kept / self._promised), SUREST)
         gains = self._expected_gains(np.cumprod(chances, axis=1).mean(axis=0))
         self._recent_gains.append(gains)

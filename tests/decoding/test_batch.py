@@ -312,12 +312,12 @@ def test_the_width_is_chosen_by_the_lanes_that_there_are(target, drafter, text, 
     monkeypatch.setattr(batches, "rows_for", lambda lanes: max(4, lanes) if lanes else 0)
     lanes = [lane_of(target, drafter, text[:length], max_tokens=limit) for length, limit in ((3, 40), (9, 40), (5, 3))]
     answers = Answers(target, drafter, *lanes)
-    answers.engine.policy = Asked(WIDTH, waits=True)
+    answers.engine.choosing.group = Asked(WIDTH, waits=True)
     while len(answers.engine.lanes) > 2:
         answers.advance()
     answers.advance()
     assert answers.engine._batch.rows.count(None) == 2
-    assert answers.engine.policy.asked == 2
+    assert answers.engine.choosing.group.asked == 2
 
 
 def test_there_are_few_numbers_of_rows_where_each_has_to_be_compiled(target, drafter, text, monkeypatch):

@@ -15,7 +15,7 @@ from dflash_mlx.decoding.accept import Greedy
 from dflash_mlx.decoding.decode import decode, prefill
 from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.lane import Lane
-from dflash_mlx.decoding.policies import Choice
+from dflash_mlx.decoding.policies import Choice, Forecast
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters import dflash_state
 from dflash_mlx.drafters.contract import Outlook
@@ -117,7 +117,7 @@ def test_rounds_of_a_pause_are_launched_ahead_whatever_the_text_says(monkeypatch
     launch, rounds = Engine._launch, []
 
     def noted(engine, drafts, **options):
-        rounds.append((drafts is not None, engine._outlook is Outlook.HOST, options.get("ahead", False)))
+        rounds.append((drafts is not None, engine.choosing.outlook is Outlook.HOST, options.get("ahead", False)))
         return launch(engine, drafts, **options)
 
     monkeypatch.setattr(Engine, "_launch", noted)
@@ -269,12 +269,52 @@ def test_a_groups_policy_hears_of_each_round(pause, seconds, monkeypatch):
     for expected in range(1, 9):
         results = engine.advance()
         clock.now += pause
-        assert len(engine.policy.heard) == expected
-        report = engine.policy.heard[-1]
+        assert len(engine.choosing.group.heard) == expected
+        report = engine.choosing.group.heard[-1]
         assert (report.rows, report.drafted, report.width) == (2, 4, 4)
         assert report.seconds == (seconds if expected > 1 else 16)
         assert report.kept == [(lane, step.num_accepted) for lane, step in results]
     assert [lane for lane, _ in results] == lanes[1:]
+
+
+class Watched:
+    """Waits for its drafts, and notes how many of them it may choose from: of an answer alone, and of several."""
+
+    branches = False
+
+    def __init__(self):
+        self.offered = []
+
+    def next_round(self, lanes=1, *, may_branch=False, told=0.0):
+        return Choice(4)
+
+    def choose(self, chances, *, rows=1):
+        self.offered.append(len(chances.best) if isinstance(chances, Forecast) else chances.shape[1])
+        return self.offered[-1]
+
+    def observe(self, report):
+        pass
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_nothing_is_chosen_where_no_answer_has_room_for_drafts(count):
+    """A round that keeps all its drafts may leave room for one more token, and the next drafts are made by then."""
+    target, offered = tiny_target("llama"), []
+    text = [3, *plain_tokens(target, [3], 40)]
+    drafter = ScriptedDrafter(tiny_drafter().config, dict(enumerate(text)), frozenset())
+    for wanted in range(2, 16):
+        engine, policy = Engine(target, drafter, policy=Watched()), Watched()
+        lanes = [lane_of(target, drafter, text[:5], wanted, 4) for _ in range(count)]
+        tokens = {lane: [] for lane in lanes}
+        for lane in lanes:
+            lane.policy = policy
+            engine.join(lane)
+        while engine.lanes:
+            for lane, step in engine.advance():
+                tokens[lane] += step.tokens
+        assert list(tokens.values()) == [text[5 : 5 + wanted]] * count
+        offered += policy.offered + engine.choosing.group.offered
+    assert {1, 2, 3, 4} == set(offered)
 
 
 def test_a_lane_that_is_left_alone_drafts_on(monkeypatch):

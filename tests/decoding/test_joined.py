@@ -207,7 +207,7 @@ def answer(target, drafter, strategy, policy):
 @pytest.mark.parametrize("parts", [{}, SECOND])
 def test_rounds_keep_more_with_the_text_and_answers_stay_the_same(parts, temperature, monkeypatch):
     """The text is never preferred here, so that only joined trees use it."""
-    monkeypatch.setattr(WithNgramState, "_prefers_text", lambda state, writer: False)
+    monkeypatch.setattr(WithNgramState, "_by_text", lambda state, writers: [False] * len(writers))
     target = circling()
     one_layer = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "num_target_layers": 1}
     drafter = tiny_drafter(block_size=8, taps=(0,), vocab_size=VOCAB, **one_layer, **parts)

@@ -11,8 +11,8 @@ from test_sampling import chi_square_p, exact_joint, sample
 from tiny import SECOND, context_rows, join, tiny_drafter, tiny_target
 
 from dflash_mlx.decoding.accept import Coupled, Greedy, Rejection
+from dflash_mlx.decoding.choosing import can_branch
 from dflash_mlx.decoding.decode import decode
-from dflash_mlx.decoding.engine import can_branch
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.contract import DraftVocabulary, Nobody
 from dflash_mlx.drafters.denoising import DFlashConfig, surest

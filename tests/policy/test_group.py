@@ -242,14 +242,6 @@ def test_as_many_places_are_drafted_as_pays():
     assert drafted[0.5] < drafted[0.9]
 
 
-def test_lanes_without_room_for_drafts_teach_nothing():
-    """Each lane may give one more token. That is no reason to rest."""
-    policy = GroupWidth(bound_by_memory(), PLACES)
-    for _ in range(20):
-        assert policy.next_round(8).places > 0
-        assert policy.choose(np.empty((8, 0)), rows=8) == 0
-
-
 def test_places_that_no_lane_has_drafts_for_promise_nothing():
     """As with drafts from the text, where they end; a warning of numpy's would be an error here."""
     policy = GroupWidth(flat(), PLACES, by_confidence=True)

@@ -19,7 +19,7 @@ from tiny import LAYERS, VOCAB, ScriptedDrafter, plain_tokens, tiny_drafter
 from tiny_pair import LetterTokenizer
 
 from dflash_mlx.bench.prompts import short_prompts
-from dflash_mlx.decoding.engine import can_branch
+from dflash_mlx.decoding.choosing import can_branch
 from dflash_mlx.drafters.dflash import DFlashDrafter
 from dflash_mlx.generation import generate, generate_many, stream_generate, stream_many
 from dflash_mlx.hub.registry import ModelSource

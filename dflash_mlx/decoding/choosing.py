@@ -1,0 +1,123 @@
+"""Who decides what a batch's rounds draft and verify: the policy of its only lane, or the one of several lanes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dflash_mlx.decoding.accept import Reading
+from dflash_mlx.decoding.batch import Batch
+from dflash_mlx.decoding.lane import Lane
+from dflash_mlx.decoding.policies import Choice, GroupPolicy, Observation, RoundReport
+from dflash_mlx.decoding.round import Round
+from dflash_mlx.decoding.steps import Drafts
+from dflash_mlx.drafters.contract import Drafter, Outlook
+from dflash_mlx.runtime import backend
+from dflash_mlx.targets.target import Target
+
+
+@dataclass
+class Choosing:
+    """What the rounds of a batch draft and verify. group: decides while there are several rows."""
+
+    target: Target
+    batch: Batch
+    group: GroupPolicy | None
+
+    @property
+    def lone(self) -> Lane | None:
+        """The lane, if there is one row only."""
+        return self.batch.rows[0] if len(self.batch.rows) == 1 else None
+
+    @property
+    def outlook(self) -> Outlook:
+        """What drafting for the next round takes."""
+        state = self.batch.state
+        return Outlook.NOTHING if state is None else state.outlook(self.batch.lanes)
+
+    def next_round(self, most: int) -> Choice:
+        """What to draft, of at most so many places."""
+        if most <= 0 or self.outlook is Outlook.NOTHING:
+            return Choice(0)
+        if self.lone is not None:
+            assert self.batch.state is not None
+            told = self.batch.state.told(self.lone)
+            choice = self.lone.policy.next_round(may_branch=self.may_branch(self.lone), told=told)
+        else:
+            choice = self._shared.next_round(len(self.batch.rows))
+        places = self._fitting(choice.places, most)
+        return choice if places == choice.places else replace(choice, places=places)
+
+    def of_drafts(self, choice: Choice, drafts: Drafts) -> tuple[Drafts, int]:
+        """How many of a choice's drafts to verify; a lone lane's tree may have drafts of its text then, too.
+
+        Waits for the drafts where the policy decides by their chances.
+        """
+        batch, width, chances = self.batch, choice.width, drafts.chances
+        room = self._fitting(drafts.width, max(lane.remaining for lane in batch.lanes) - 1)
+        if room <= 0:
+            # All lanes are about to end.
+            return drafts, 0
+        if width is None:
+            assert chances is not None
+            if self.lone is not None:
+                assert batch.state is not None
+                text = batch.state.continuation(self.lone, drafts.width)
+                chances = chances.joined(text) if text is not None else chances
+                drafts = replace(drafts, chances=chances)
+                width = self.lone.policy.choose(chances.forecast(room))
+            else:
+                rows = [row for row, lane in enumerate(batch.rows) if lane is not None]
+                width = self._shared.choose(chances.read()[rows, :room], rows=len(batch.rows))
+        return drafts, width if choice.tree else min(width, room)
+
+    def observe(self, round: Round, kept: Sequence[tuple[Lane, Reading, int]], seconds: float | None) -> None:
+        """Tell the policy what a round brought: of each lane that is still there, what it read and the drafts kept.
+
+        seconds: what it took, None where that is not known.
+        """
+        if len(round.lanes) > 1:
+            counts = [(lane, num_accepted) for lane, _, num_accepted in kept]
+            self._shared.observe(RoundReport(len(round.lanes), round.drafted, round.width, counts, seconds))
+            return
+        forecast = round.chances.forecast() if round.chances is not None else None
+        for lane, reading, num_accepted in kept:
+            promised = reading.promised
+            if promised is None:
+                promised = forecast.promised(min(num_accepted + 1, round.width)) if forecast is not None else 0.0
+            lane.policy.observe(
+                Observation(
+                    round.drafted,
+                    round.width,
+                    num_accepted,
+                    branched=round.chances is not None and round.chances.branched,
+                    depth=reading.depth,
+                    firsts=forecast.kept_of_firsts(reading.tokens) if forecast is not None else 0,
+                    forecast=forecast,
+                    promised=promised,
+                    seconds=seconds,
+                    with_text=forecast.kept_with_text(reading.tokens, num_accepted) if forecast is not None else 0,
+                )
+            )
+
+    def may_branch(self, lane: Lane) -> bool:
+        """Whether rounds of this lane may be trees, if it is alone: both models take them, and the lane as well.
+
+        A tree has many rows, so several lanes have chains.
+        """
+        drafter = self.batch.drafter
+        if not lane.policy.branches or drafter is None or lane.processors or lane.guide is not None:
+            return False
+        return can_branch(self.target, drafter)
+
+    def _fitting(self, places: int, most: int) -> int:
+        """No more places than tokens are wanted, unless another width would have to be written down and compiled."""
+        return places if self.target.replays or backend().kind == "cuda" else min(places, most)
+
+    @property
+    def _shared(self) -> GroupPolicy:
+        assert self.group is not None, "several lanes need a policy of their own"
+        return self.group
+
+
+def can_branch(target: Target, drafter: Drafter) -> bool:
+    """Whether rounds may be trees of drafts."""
+    return drafter.supports_trees and target.takes_rows() and target.takes_trees()
