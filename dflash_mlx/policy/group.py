@@ -33,9 +33,9 @@ _PAYS = 1.03
 _RECENT_ROUNDS = 8
 # The chance that a place is kept if those before it are: at first, and how much one more round lets the past fade.
 _FIRST_CHANCE, _CHANCE_FADE = 0.75, 0.9
-# How quickly costs follow what rounds take: those of all widths together, since what slows down a computer slows all of
-# them, and what a single width takes beyond that.
-_FOLLOW, _FOLLOW_WIDTH = 0.3, 0.1
+# How quickly costs follow what rounds take, those with drafts or those without; half as quickly the others, since it
+# may be the computer that is slower now; and what a single width takes beyond that.
+_FOLLOW, _FOLLOW_OTHERS, _FOLLOW_WIDTH = 0.3, 0.15, 0.1
 # After this many drafted rounds, four times as many each time, some plain ones show what they really take.
 _FIRST_CHECK, _LONGEST_CHECK, _CHECK = 32, 2048, 8
 
@@ -71,8 +71,8 @@ class GroupCosts:
     verify: Mapping[int, float]
     draft: Mapping[int, float]
     more_lanes: Mapping[int, float] = field(default_factory=lambda: {2: 0.0})
-    # What all rounds took lately, times what was measured, and what those of a width took beyond that.
-    _drift: float = 1.0
+    # What rounds took lately, times what was measured, without drafts and with; and what those of a width took beyond.
+    _drift: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
     _own_drift: dict[int, float] = field(default_factory=dict)
     # The measured parts of `rounds`, by lanes and widths: they are asked for in every round and stay the same.
     _parts: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -81,7 +81,7 @@ class GroupCosts:
         """A round of this many lanes that verifies `width` drafts of `drafted` places each (as many, when None)."""
         drafted = width if drafted is None else drafted
         drafting = self._drafting(lanes, drafted) if drafted else 0.0
-        return (self._passing(lanes, width) + drafting) * self._drift * self._own_drift.get(width, 1.0)
+        return (self._passing(lanes, width) + drafting) * self._drift[drafted > 0] * self._own_drift.get(width, 1.0)
 
     def rounds(self, lanes: int, widths: Sequence[int]) -> np.ndarray:
         """Rounds that draft each number of places, by the width they verify: (widths, 1 + widths), none first."""
@@ -92,7 +92,7 @@ class GroupCosts:
             drafting = [self._drafting(lanes, drafted) for drafted in widths]
             measured = self._parts[key] = np.add.outer(drafting, passing)
         own_drift = [self._own_drift.get(width, 1.0) for width in (0, *widths)]
-        return measured * self._drift * own_drift
+        return measured * self._drift[True] * own_drift
 
     def _passing(self, lanes: int, width: int) -> float:
         if width == 0:
@@ -105,8 +105,10 @@ class GroupCosts:
     def observe(self, seconds: float, lanes: int, width: int, drafted: int) -> None:
         """Follow the machine, and the width's rounds more slowly; a single outlier counts little."""
         ratio = min(max(seconds / self.round(lanes, width, drafted=drafted), 0.5), 2.0)
-        self._drift *= ratio**_FOLLOW
-        self._own_drift[width] = self._own_drift.get(width, 1.0) * ratio**_FOLLOW_WIDTH
+        self._drift[drafted > 0] *= ratio**_FOLLOW
+        self._drift[drafted == 0] *= ratio**_FOLLOW_OTHERS
+        if width:
+            self._own_drift[width] = self._own_drift.get(width, 1.0) * ratio**_FOLLOW_WIDTH
 
 
 def interpolate(table: Mapping[int, float], at: int) -> float:

@@ -125,8 +125,9 @@ def test_costs_follow_the_machine():
     for _ in range(20):
         costs.observe(1.7 * truth.round(8, 3), 8, 3, 3)
     assert costs.round(8, 3) == pytest.approx(1.7 * truth.round(8, 3), rel=0.02)
-    for width in (0, 7):
-        assert costs.round(8, width) == pytest.approx(1.7 * truth.round(8, width), rel=0.15)
+    assert costs.round(8, 7) == pytest.approx(1.7 * truth.round(8, 7), rel=0.15)
+    # It may also be drafting that takes longer than was measured, so plain rounds are taken to be slower by less.
+    assert 1.2 < costs.round(8, 0) / truth.round(8, 0) < 1.5
     for width in (3, 7) * 50:
         costs.observe(truth.round(8, width), 8, width, width)
     for width in (0, 3, 7):
@@ -137,9 +138,9 @@ def test_an_outlier_is_soon_forgotten():
     costs, truth = bound_by_memory(), bound_by_memory()
     costs.observe(1e9, 8, 0, 0)
     for _ in range(8):
-        costs.observe(truth.round(8, 3), 8, 3, 3)
-    assert costs.round(8, 3) == pytest.approx(truth.round(8, 3), rel=0.02)
-    assert costs.round(8, 0) < 1.15 * truth.round(8, 0)
+        costs.observe(truth.round(8, 0), 8, 0, 0)
+    assert costs.round(8, 0) == pytest.approx(truth.round(8, 0), rel=0.05)
+    assert costs.round(8, 3) == pytest.approx(truth.round(8, 3), rel=0.1)
 
 
 @pytest.mark.parametrize(
