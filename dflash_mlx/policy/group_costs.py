@@ -18,15 +18,15 @@ from dflash_mlx.decoding.steps import propose
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.policy.group import FixedGroup, GroupCosts, rising, worthwhile_lanes
 from dflash_mlx.policy.stored import fingerprint, read_stored, store
-from dflash_mlx.policy.timing import taking_turns
+from dflash_mlx.policy.timing import some_times, taking_turns
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target
 
 _SCHEMA = 6
 _TABLES = "plain", "verify", "draft", "more_lanes"
 _PROMPT_TOKENS = 64
-# In a turn something is timed a few times, until that has taken so many seconds, but at least twice.
-_TIMED, _SECONDS_A_TURN = 5, 0.25
+# In a turn something is timed at least so often, and more often until that has taken so many seconds.
+_FEWEST_TIMED, _SECONDS_A_TURN = 2, 0.25
 # There are turns until each kind has taken so long.
 _SECONDS_A_KIND = 0.15
 # More tokens than the rounds of an answer gain.
@@ -111,7 +111,8 @@ def _draft_seconds(batch: Batch, widths: Sequence[int]) -> dict[int, float]:
     """Of drafts of each number of places, alone."""
     if not widths:
         return {}
-    kinds = [partial(_some_times, partial(_draft, batch, width)) for width in widths]
+    timed = partial(some_times, seconds=_SECONDS_A_TURN, fewest=_FEWEST_TIMED)
+    kinds = [partial(timed, partial(_draft, batch, width)) for width in widths]
     return dict(zip(widths, taking_turns(kinds, seconds=_SECONDS_A_KIND, slow=_SLOW), strict=True))
 
 
@@ -176,15 +177,4 @@ def _times_of(engine: Engine, policy: FixedGroup, width: int) -> list[float]:
     policy.width = width
     # One round of the width before is on its way.
     engine.advance()
-    return _some_times(engine.advance)
-
-
-def _some_times(work: Callable[[], object]) -> list[float]:
-    """Some times of what is done, which is done once before; more where it is quick."""
-    work()
-    times: list[float] = []
-    while len(times) < _TIMED and (len(times) < 2 or len(times) * min(times) < _SECONDS_A_TURN):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return times
+    return some_times(engine.advance, seconds=_SECONDS_A_TURN, fewest=_FEWEST_TIMED)

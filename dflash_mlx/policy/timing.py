@@ -84,7 +84,7 @@ class Timer:
         engine = self._engine(policy, depth)
         # The prompt's own round, at whose end the first one is launched.
         engine.advance()
-        times = [_seconds_of(engine) for _ in policy.widths]
+        times = [_seconds_of(engine.advance) for _ in policy.widths]
         _end(engine)
         kinds = list(zip(times, pairwise(policy.widths), strict=False))
         return {width: statistics.mean(took for took, kind in kinds if kind == (width, width)) for width in widths}
@@ -178,15 +178,21 @@ def _some_seconds_of(engine: Engine) -> list[float]:
     """The times of a few rounds; not of the first one, for which nothing was launched ahead."""
     # What others have launched ahead comes before.
     mx.synchronize()
-    times = [_seconds_of(engine), _seconds_of(engine)][1:]
-    while len(times) < _MOST_TIMED and sum(times) < _SECONDS_A_TURN:
-        times.append(_seconds_of(engine))
+    return some_times(engine.advance, seconds=_SECONDS_A_TURN)
+
+
+def some_times(work: Callable[[], object], *, seconds: float, fewest: int = 1) -> list[float]:
+    """Some times of what is done, which is done once before; more of what is quick, about so many seconds together."""
+    work()
+    times: list[float] = []
+    while len(times) < fewest or (len(times) < _MOST_TIMED and len(times) * min(times) < seconds):
+        times.append(_seconds_of(work))
     return times
 
 
-def _seconds_of(engine: Engine) -> float:
+def _seconds_of(work: Callable[[], object]) -> float:
     started = time.perf_counter()
-    engine.advance()
+    work()
     return time.perf_counter() - started
 
 

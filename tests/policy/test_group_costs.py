@@ -23,13 +23,13 @@ def taking(monkeypatch):
             timed.append((len(engine.lanes), width))
             return [rounds(*timed[-1])]
 
-        def some_times(work):
+        def some_times(work, **_):
             if made:
                 work()
             return [draft]
 
         monkeypatch.setattr(group_costs, "_times_of", times_of)
-        monkeypatch.setattr(group_costs, "_some_times", some_times)
+        monkeypatch.setattr(group_costs, "some_times", some_times)
         return timed
 
     monkeypatch.setattr(group_costs, "_SECONDS_TO_SPEND", 300.0)
