@@ -29,13 +29,13 @@ class Choosing:
 
     @property
     def outlook(self) -> Outlook:
-        """What drafting for the next round takes."""
+        """What drafting for the next round takes. Looks into the text of each answer."""
         state = self.batch.state
         return Outlook.NOTHING if state is None else state.outlook(self.batch.lanes)
 
-    def next_round(self, most: int) -> Choice:
-        """What to draft, of at most so many places."""
-        if most <= 0 or self.outlook is Outlook.NOTHING:
+    def next_round(self, outlook: Outlook, most: int) -> Choice:
+        """What to draft, of at most so many places, with this `outlook`."""
+        if most <= 0 or outlook is Outlook.NOTHING:
             return Choice(0)
         if self.lone is not None:
             assert self.batch.state is not None

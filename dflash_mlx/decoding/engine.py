@@ -106,12 +106,13 @@ class Engine:
         batch = self._batch
         if self._joining or not batch.is_arranged:
             return None
-        waits = self.choosing.outlook is Outlook.HOST
+        outlook = self.choosing.outlook
+        waits = outlook is Outlook.HOST
         if waits and self.choosing.lone is None:
             return None
         # The round on its way yields one token at least, and the next one its own.
         wanted = max(lane.remaining for lane in batch.lanes)
-        choice = self.choosing.next_round(wanted - 2)
+        choice = self.choosing.next_round(outlook, wanted - 2)
         if waits and choice.places:
             # Asked again when the newest tokens are known. A pause does not need them.
             return None
@@ -206,7 +207,7 @@ class Engine:
         return step, len(tokens)
 
     def _seconds(self, idle: float) -> float | None:
-        """What the round took that was just read, unless the caller was long in between, who took `idle` seconds."""
+        """From the round before to the one just read; None if half of that was the caller's time, `idle`."""
         now = time.perf_counter()
         spent, self._read_at = now - self._read_at, now
         return spent if idle < 0.5 * spent else None
@@ -231,7 +232,8 @@ class Engine:
         if was_empty and len(batch.rows) == 1:
             # A lone answer's first token comes soonest from a plain round.
             return self._launch(None)
-        choice = self.choosing.next_round(max(lane.remaining for lane in batch.lanes) - 1)
+        wanted = max(lane.remaining for lane in batch.lanes)
+        choice = self.choosing.next_round(self.choosing.outlook, wanted - 1)
         return self._launch_chosen(choice, self._draft(choice)) if choice.places else self._launch(None)
 
     def _launch_chosen(self, choice: Choice, drafts: Drafts) -> Round:

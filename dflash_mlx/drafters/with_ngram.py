@@ -109,9 +109,9 @@ class WithNgramState:
 
     def _by_text(self, writers: Sequence[Writer]) -> list[bool]:
         """For which answers the text drafts: where it promises more, if that makes up for the wait of all."""
-        told = list(map(self.told, writers))
-        gained = sum(text - self._kept_of(writer).mean for writer, text in zip(writers, told, strict=True) if text)
-        own = sum(1 + self._kept_of(writer).mean for writer in writers if not isinstance(writer, Nobody))
+        told, means = list(map(self.told, writers)), [self._kept_of(writer).mean for writer in writers]
+        gained = sum(text - mean for text, mean in zip(told, means, strict=True) if text)
+        own = sum(1 + mean for writer, mean in zip(writers, means, strict=True) if not isinstance(writer, Nobody))
         worthwhile = gained >= (_MARGIN_TOGETHER[backend().kind] - 1) * own
         return [worthwhile and text > 0.0 for text in told]
 

@@ -1,6 +1,8 @@
-"""Rounds without models: what a policy chooses of drafts whose probabilities are known, and what it is told of them."""
+"""Rounds without models: what a policy chooses of drafts whose probabilities are known, what it is told of them, and how
+long they take on a computer that others use, too."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 
 import numpy as np
@@ -48,3 +50,24 @@ def observed(
 def plain(seconds: float | None) -> Observation:
     """A round without drafts."""
     return Observation(0, 0, 0, seconds=seconds)
+
+
+class SharedComputer:
+    """What takes so many milliseconds at best, where others use the computer, too, as was measured beside an H100.
+
+    For a fraction of a second at a time it is so many times slower, since somebody else's work shares its processors.
+    noise: a factor for each time.
+    """
+
+    SLOWER, QUICK_MS, SLOW_MS = 1.7, 250.0, 450.0
+
+    def __init__(self, rng: random.Random, *, noise: Callable[[], float]) -> None:
+        self.rng, self.noise, self.slow, self.left = rng, noise, False, 0.0
+
+    def __call__(self, ms: float) -> float:
+        took = ms * (self.SLOWER if self.slow else 1.0) * self.noise()
+        self.left -= took
+        if self.left < 0:
+            self.slow = not self.slow
+            self.left = self.rng.expovariate(1 / (self.SLOW_MS if self.slow else self.QUICK_MS))
+        return took

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from policy.simulated import SharedComputer
 from policy.test_replay import NOISE, OFF, PLACES, Clock, Trace, traces
 
 from dflash_mlx.decoding.policies import GroupPolicy, RoundReport
@@ -40,26 +41,6 @@ MACHINES = {
     "M4": table({1: 1.0, 2: 1.03, 3: 1.22, 4: 1.47, 6: 2.07, 8: 2.69, 16: 3.9, 32: 4.2, 64: 8.4, 512: 67.0}),
     "M5": table({1: 1.0, 3: 1.12, 5: 1.48, 8: 2.25, 12: 3.18, 32: 3.3, 64: 4.5, 128: 8.5, 512: 34.0}),
 }
-
-
-class SharedComputer:
-    """How long rounds are seen to take where others use the computer, too, as was measured beside an H100.
-
-    For a fraction of a second at a time it is so many times slower, since another one's work shares its processors.
-    """
-
-    SLOWER, QUICK_MS, SLOW_MS = 1.7, 250.0, 450.0
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng, self.slow, self.left = rng, False, 0.0
-
-    def __call__(self, ms: float) -> float:
-        took = ms * (self.SLOWER if self.slow else 1.0) * self.rng.lognormvariate(0, NOISE)
-        self.left -= took
-        if self.left < 0:
-            self.slow = not self.slow
-            self.left = self.rng.expovariate(1 / (self.SLOW_MS if self.slow else self.QUICK_MS))
-        return took
 
 
 class Answer:
@@ -136,7 +117,8 @@ def test_little_is_lost_against_the_best_fixed_number_of_drafts(machine):
             # A GPU compiles for each number of drafts anew.
             rented = "H100" in machine
             policy = GroupWidth(measured(costs, rng), PLACES, any_width=not rented)
-            clock = SharedComputer(rng) if rented else Clock(rng, steady=False)
+            shared = SharedComputer(rng, noise=lambda: rng.lognormvariate(0, NOISE))
+            clock = shared if rented else Clock(rng, steady=False)
             speed = replay(answers, policy, costs, streams, clock)
             for kind in (category, f"{streams} streams", machine):
                 kept.setdefault(kind, []).append(speed / max(fixed.values()))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from policy.simulated import SharedComputer
 from tiny import mostly_slow, tiny_drafter, tiny_eagle3, tiny_target
 from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 
@@ -81,19 +82,11 @@ def test_a_computer_that_becomes_slower_for_a_while_is_so_for_all_kinds(seed, ti
 @pytest.mark.parametrize("kinds", [5, 30])
 def test_a_computer_that_is_slow_most_of_the_time_changes_little(kinds, seed):
     """As beside an H100, whose processors others used, too: 1.7 times as slow for about half a second at a time."""
-    rng, now, slow, until = random.Random(seed), 0.0, True, 0.45
-    turns, takes = [], [0.005 * (1 + 0.3 * kind / kinds) for kind in range(kinds)]
-    for _ in range(10):
-        turns.append([[] for _ in takes])
-        for times, seconds in zip(turns[-1], takes, strict=True):
-            for _ in range(5):
-                if now > until:
-                    slow = not slow
-                    until = now + rng.expovariate(1 / (0.45 if slow else 0.25))
-                times.append(seconds * rng.uniform(1, 1.1) * (1.7 if slow else 1))
-                now += times[-1]
-    found = compared(turns)
-    shares = sorted(one / seconds for one, seconds in zip(found, takes, strict=True))
+    rng = random.Random(seed)
+    computer = SharedComputer(rng, noise=lambda: rng.uniform(1, 1.1))
+    takes = [5 * (1 + 0.3 * kind / kinds) for kind in range(kinds)]
+    found = compared([[[computer(ms) for _ in range(5)] for ms in takes] for _ in range(10)])
+    shares = sorted(one / ms for one, ms in zip(found, takes, strict=True))
     assert shares[-1] / shares[0] < 1.08
     assert 0.99 < shares[0] < 1.8
 
