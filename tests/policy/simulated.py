@@ -1,5 +1,5 @@
-"""Rounds without models: what a policy chooses of drafts whose probabilities are known, what it is told of them, and how
-long they take on a computer that others use, too."""
+"""Rounds without models: what a policy chooses of drafts whose probabilities are known, what it is told of them, and
+how long they take on a computer that others use, too."""
 
 import random
 from collections.abc import Callable, Sequence
