@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from dflash_mlx.answer import Answer, GenerationResponse
 from dflash_mlx.decoding.batch import Batch
@@ -13,7 +12,7 @@ from dflash_mlx.decoding.engine import Engine
 from dflash_mlx.decoding.fork import can_cut
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.pair import ModelPair
-from dflash_mlx.policy.reading import ReadingTimes
+from dflash_mlx.policy.reading import ReadingTimes, Turns
 from dflash_mlx.runtime import backend
 from dflash_mlx.wired import wired
 
@@ -34,18 +33,6 @@ _MOST_WAITED = 16
 _MOST_PADDING = 0.5
 
 
-@dataclass
-class _Arrival:
-    """New answers whose prompts, of so many tokens, were read in one pass, and the turns that this made longer.
-
-    Those are two: that of the pass, and the next one, in which the first round of these answers is waited for.
-    """
-
-    tokens: int
-    seconds: float = 0.0
-    turns: int = 0
-
-
 class Answering:
     """Up to `most_lanes` answers of a pair at a time. A context manager: at its end what is unfinished is cancelled.
 
@@ -59,9 +46,8 @@ class Answering:
         self._engines: list[Engine] = []
         self._reading: deque[Answer] = deque()
         self._lanes: dict[object, Answer] = {}
-        self._round_seconds = 0.0
         self._times = ReadingTimes()
-        self._arrival: _Arrival | None = None
+        self._turns = Turns(self._times)
         self._waited = self._rounds_waited = 0
         self._held = ExitStack()
 
@@ -101,26 +87,9 @@ class Answering:
         read_at = time.perf_counter()
         for engine in self._engines:
             news += self._advance(engine)
-        self._observe(started, read_at)
+        self._turns.observe(read_at - started, time.perf_counter() - read_at, running=bool(self._lanes))
         self._engines = [engine for engine in self._engines if engine.lanes]
         return news
-
-    def _observe(self, started: float, read_at: float) -> None:
-        """Learn from a turn what a round takes, and what the arrival of new answers adds to the rounds around it."""
-        now, arrival = time.perf_counter(), self._arrival
-        if not self._lanes:
-            self._arrival = None
-        elif arrival is not None and arrival.turns < 2:
-            arrival.turns += 1
-            arrival.seconds += now - started
-            self._round_seconds = self._round_seconds or now - read_at
-        else:
-            spent = now - read_at
-            self._round_seconds = 0.7 * self._round_seconds + 0.3 * spent if self._round_seconds else spent
-            if arrival is not None and read_at - started < spent:
-                added = arrival.seconds - arrival.turns * spent
-                self._times.observe(arrival.tokens, max(added, 0.1 * arrival.seconds), whole=True)
-            self._arrival = None
 
     def _read(self) -> list[tuple[Answer, News]]:
         """Read short prompts together, and a chunk of each long one; only as much as running answers can wait for."""
@@ -146,7 +115,7 @@ class Answering:
             left = sum(answer.unread for answer in answers)
             if before - left >= _SMALLEST_CHUNK:
                 if new and left == 0:
-                    self._arrival = _Arrival(before)
+                    self._turns.arrived(before)
                 else:
                     self._times.observe(before - left, time.perf_counter() - started, whole=False)
             news += [(answer, (len(answer.session.tokens) - answer.cached_tokens, before)) for answer in answers]
@@ -161,7 +130,7 @@ class Answering:
         """
         self._waited += len(self._reading)
         self._rounds_waited = self._rounds_waited + 1 if self._reading else 0
-        lost = self._waited * self._round_seconds
+        lost = self._waited * self._turns.round_seconds
         if (
             self._lanes
             and self.count == self.most_lanes
@@ -230,7 +199,7 @@ class Answering:
     def _reading_seconds(self) -> float:
         """How long running answers may wait in a turn for prompts to be read."""
         others = max(len(self._reading) - 1, 0)
-        return min(1.0 + others / max(len(self._lanes), 1), _MOST_READING) * self._round_seconds
+        return min(1.0 + others / max(len(self._lanes), 1), _MOST_READING) * self._turns.round_seconds
 
     def _chunk(self, seconds: float) -> int:
         """Tokens of prompts to read at once while answers are running, in about that time."""

@@ -383,7 +383,7 @@ def test_prompts_are_read_at_once_where_the_gpu_waits_for_the_computer(kind, rep
 )
 def test_more_is_read_between_rounds_where_many_wait_to_begin(running, waiting, rounds):
     answering = Answering(make_pair(), draft=False, most_lanes=16)
-    answering._round_seconds = 0.1
+    answering._turns.observe(0.0, 0.1, running=True)
     answering._lanes = dict.fromkeys(range(running))
     answering._reading.extend([None] * waiting)
     assert answering._reading_seconds == pytest.approx(0.1 * rounds)

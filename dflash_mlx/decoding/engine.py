@@ -45,6 +45,8 @@ class Engine:
         # Lanes that cannot go on, which is said with the next results.
         self._failed: list[Result] = []
         self._left_at = self._read_at = time.perf_counter()
+        # Whether lanes joined when the round on its way was launched.
+        self._joined = False
 
     @property
     def lanes(self) -> list[Lane]:
@@ -83,13 +85,16 @@ class Engine:
         After an error of the models nothing of the lanes is left: their sessions are empty.
         """
         with self._whole_or_reset():
+            arriving = bool(self._joining)
             if self._round is None:
                 self._round = self._launch_next(None)
             if self._round is None:
                 return []
             idle = time.perf_counter() - self._left_at
             current, plan = self._round, self._prepare(self._round)
-            results = self._settle(current, plan, idle)
+            # Prompts were read, or are still being read: that is not a round's own time, and cannot be told from it.
+            results = self._settle(current, plan, None if arriving or self._joined else idle)
+            self._joined = False
             # The device works while the caller looks at the results.
             launched = plan.launched if plan is not None and self._batch.rows else None
             self._round = launched or self._launch_next(plan)
@@ -157,7 +162,7 @@ class Engine:
 
     # Reading it.
 
-    def _settle(self, current: Round, plan: Plan | None, idle: float) -> list[Result]:
+    def _settle(self, current: Round, plan: Plan | None, idle: float | None) -> list[Result]:
         """Wait for a round, commit what it kept, let finished lanes leave, and tell the policy."""
         batch = self._batch
         mx.eval(current.arrays, plan.drafts.arrays if plan is not None and plan.drafts is not None else [])
@@ -206,11 +211,12 @@ class Engine:
                 lane.guide = None  # what waits for guides on the host need wait no longer
         return step, len(tokens)
 
-    def _seconds(self, idle: float) -> float | None:
-        """From the round before to the one just read; None if half of that was the caller's time, `idle`."""
+    def _seconds(self, idle: float | None) -> float | None:
+        """From the round before to the one just read; None if half of that was the caller's time, `idle`, or if that is
+        not known."""
         now = time.perf_counter()
         spent, self._read_at = now - self._read_at, now
-        return spent if idle < 0.5 * spent else None
+        return spent if idle is not None and idle < 0.5 * spent else None
 
     # Launching the next one.
 
@@ -219,12 +225,9 @@ class Engine:
         batch, joining = self._batch, self._joining
         was_empty = not batch.rows
         left = batch.arrange(joining)
-        self._joining = []
+        self._joining, self._joined = [], bool(joining)
         if not batch.rows:
             return None
-        if joining:
-            # What was done for those who join is not the round's own time.
-            self._read_at = time.perf_counter()
         if plan is not None and not joining:
             if plan.drafts is None:
                 return self._launch(None)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dflash_mlx.policy.reading import ReadingTimes
+from dflash_mlx.policy.reading import ReadingTimes, Turns
 
 
 def learnt(fixed, a_token, sizes, *, noise=0.0):
@@ -127,3 +127,50 @@ def test_prompts_that_wait_are_read_in_pieces_that_are_worth_a_pass():
         seconds += sum(seconds + allowed for _, seconds in passes)
     best = fixed / 2 / a_token
     assert tokens / seconds > 0.8 * best / (fixed + a_token * best + allowed)
+
+
+def test_passes_that_compile_change_little():
+    """As they do on a GPU for the first prompts, which are many, and for some of the first numbers of prompts."""
+    times, rng = ReadingTimes(), random.Random(0)
+    times.observe(2048, 2.0, whole=True)
+    for turn in range(12):
+        tokens = 64 * rng.randrange(1, 7)
+        times.observe(tokens, 0.015 + 0.000002 * tokens + (0.15 if turn in (0, 3, 7) else 0.0), whole=True)
+    assert times.shared == pytest.approx(0.015, rel=0.2)
+
+
+def take_turns(turns, arrivals, *, fixed=0.015, a_round=0.01, noise=0.1):
+    """Turns in which so many passes over 64 tokens are made, half of whose cost comes one turn later."""
+    rng, later = random.Random(0), 0.0
+    for passes in arrivals:
+        for _ in range(passes):
+            turns.arrived(64)
+        reading = passes * fixed / 2
+        turns.observe(reading, (a_round + later) * rng.uniform(1 - noise, 1 + noise), running=True)
+        later = reading
+
+
+@pytest.mark.parametrize("arrivals", [[0, 0, 0, 1] * 8, [0, 0, 0, *[1] * 30], [0, 0, 0, 2, 1, 1, 0] * 8, [1, 0, 0] * 9])
+def test_what_arrivals_add_is_found_even_where_they_follow_closely(arrivals):
+    turns = Turns(ReadingTimes())
+    take_turns(turns, arrivals)
+    assert turns.round_seconds == pytest.approx(0.01, rel=0.1)
+    assert turns.times.seconds(64) == pytest.approx(0.015, rel=0.2)
+
+
+def test_nothing_is_learnt_of_arrivals_when_all_answers_have_ended():
+    turns = Turns(ReadingTimes())
+    turns.arrived(64)
+    turns.observe(0.01, 0.01, running=False)
+    take_turns(turns, [0, 0, 0])
+    assert not turns.times.known
+    assert turns.round_seconds == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_round_that_compiles_counts_little():
+    turns = Turns(ReadingTimes())
+    turns.arrived(64)
+    turns.observe(0.5, 3.0, running=True)
+    assert turns.round_seconds == 3.0
+    take_turns(turns, [0, 0, 0, 0, 0])
+    assert turns.round_seconds == pytest.approx(0.01, rel=0.1)
