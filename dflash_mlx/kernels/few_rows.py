@@ -43,7 +43,7 @@ from dflash_mlx.targets.target import Target
 from dflash_mlx.tree_steps import PLAIN, rank
 
 # A round's rows, for which things are measured, and more, of several answers, for which the linear kernel is tried.
-_ROUND, _MORE_ROWS = 16, (32, 64, 256)
+_ROUND, _MORE_ROWS = 16, (32, 64, 128, 256, 512)
 # How often each way is timed.
 _TURNS = 4
 # How products of rows and passes are made: whether passes are replayed, and up to how many rows the kernel is used.
@@ -51,7 +51,7 @@ Way = tuple[bool, int]
 W = TypeVar("W")
 _ORDINARY: Way = False, 0
 # To be raised when it is chosen among other ways.
-_SCHEMA = 4
+_SCHEMA = 5
 
 
 @dataclass(frozen=True)

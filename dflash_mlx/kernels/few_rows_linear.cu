@@ -1,60 +1,113 @@
 // Few rows times one matrix or several: the body of a CUDA kernel (few_rows_linear.py launches it, and gives `sizes`,
 // `matrices` and `products`, which have as many items as there are matrices).
 //
-// A block of threads computes 16 rows of 8 columns of one product. Its warps share the depth in turns, 32 places each, in
-// an order that depends on the depth alone. A lane reads 8 places of a column and of two rows at once; two steps of the
-// matrix units then take four of these each. In which order places are added is free, if rows and columns agree on it.
+// A warp computes ROW_TILES by COLUMN_TILES tiles of 16 rows and 8 columns, and goes through the depth in eight parts,
+// which take turns of 32 places. A block of threads either computes such tiles once, a part in each warp (SPLIT), or has
+// two by two warps that compute tiles of their own. A sum is made in the same order in both: that of each part, then all
+// parts. A lane reads 8 places of each tile's column and of its two rows at once; two steps of the matrix units then take
+// four of these each. In which order these places are added is free, if rows and columns agree on it.
 // multiply_accumulate is in the header (matrix_units.cu).
 
-constexpr int WARPS = THREADS / 32;
+constexpr int PARTS = 8, ROWS = 16 * ROW_TILES, COLUMNS = 8 * COLUMN_TILES;
+constexpr int WARPS_DOWN = SPLIT ? 1 : 2, WARPS_ACROSS = SPLIT ? 1 : 2;
+constexpr int BLOCK_ROWS = ROWS * WARPS_DOWN, BLOCK_COLUMNS = COLUMNS * WARPS_ACROSS;
 struct alignas(16) Eight { T at[8]; };
-__shared__ float partial[WARPS][16][8];
 
 int block = blockIdx.x, which = 0;
-while (block >= (sizes[which] + 7) / 8) block -= (sizes[which++] + 7) / 8;
+while (block >= (sizes[which] + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS)
+  block -= (sizes[which++] + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
 const T* w = matrices[which];
 T* product = products[which];
-const int columns = sizes[which], first_column = 8 * block, first_row = 16 * blockIdx.y;
-const int depth = w0_shape[1];
+const int columns = sizes[which], depth = w0_shape[1];
 int rows = 1;
 for (int i = 0; i + 1 < DIMENSIONS; i++) rows *= x_shape[i];
 
 const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 const int line = lane / 4, chunk = lane % 4;
+const int first_row = BLOCK_ROWS * blockIdx.y + (SPLIT ? 0 : ROWS * (warp / WARPS_ACROSS));
+const int first_column = BLOCK_COLUMNS * block + (SPLIT ? 0 : COLUMNS * (warp % WARPS_ACROSS));
 
-auto load = [&](const T* from, int line_of_it, int lines, int at) {
+// Where the lane reads. Lines beyond the last are those of the last: what comes of them is not written.
+const T *row_at[2 * ROW_TILES], *column_at[COLUMN_TILES];
+#pragma unroll
+for (int r = 0; r < 2 * ROW_TILES; r++)
+  row_at[r] = x + static_cast<int64_t>(min(first_row + 8 * r + line, rows - 1)) * depth + 8 * chunk;
+#pragma unroll
+for (int c = 0; c < COLUMN_TILES; c++)
+  column_at[c] = w + static_cast<int64_t>(min(first_column + 8 * c + line, columns - 1)) * depth + 8 * chunk;
+const bool whole = ((reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(w)) & 15) == 0;
+auto load = [&](const T* from) {
+  if (whole) return *reinterpret_cast<const Eight*>(from);
   Eight eight;
-  for (int j = 0; j < 8; j++) eight.at[j] = static_cast<T>(0.0f);
-  if (line_of_it >= lines) return eight;
-  from += static_cast<int64_t>(line_of_it) * depth + at;
-  if ((reinterpret_cast<size_t>(from) & 15) == 0) return *reinterpret_cast<const Eight*>(from);
   for (int j = 0; j < 8; j++) eight.at[j] = from[j];
   return eight;
 };
 
-float sums[4] = {0, 0, 0, 0};
-#pragma unroll 4
-for (int start = 32 * warp; start < depth; start += 32 * WARPS) {
-  const int at = start + 8 * chunk;
-  const Eight weights = load(w, first_column + line, columns, at);
-  const Eight numbers[2] = {load(x, first_row + line, rows, at), load(x, first_row + line + 8, rows, at)};
-  #pragma unroll
-  for (int s = 0; s < 8; s += 4) {
-    uint32_t left[4], right[2];
-    for (int i = 0; i < 2; i++) {
-      for (int eight = 0; eight < 2; eight++) memcpy(&left[eight + 2 * i], &numbers[eight].at[s + 2 * i], 4);
-      memcpy(&right[i], &weights.at[s + 2 * i], 4);
+float sums[ROW_TILES][COLUMN_TILES][4] = {};
+auto add_part = [&](int part) {
+  #pragma unroll (SPLIT ? 4 : 2)
+  for (int at = 32 * part; at < depth; at += 32 * PARTS) {
+    Eight numbers[2 * ROW_TILES], weights[COLUMN_TILES];
+    #pragma unroll
+    for (int c = 0; c < COLUMN_TILES; c++) weights[c] = load(column_at[c] + at);
+    #pragma unroll
+    for (int r = 0; r < 2 * ROW_TILES; r++) numbers[r] = load(row_at[r] + at);
+    #pragma unroll
+    for (int s = 0; s < 8; s += 4) {
+      uint32_t left[ROW_TILES][4], right[COLUMN_TILES][2];
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        #pragma unroll
+        for (int r = 0; r < 2 * ROW_TILES; r++) memcpy(&left[r / 2][r % 2 + 2 * i], &numbers[r].at[s + 2 * i], 4);
+        #pragma unroll
+        for (int c = 0; c < COLUMN_TILES; c++) memcpy(&right[c][i], &weights[c].at[s + 2 * i], 4);
+      }
+      #pragma unroll
+      for (int r = 0; r < ROW_TILES; r++) {
+        #pragma unroll
+        for (int c = 0; c < COLUMN_TILES; c++) multiply_accumulate<BRAIN>(sums[r][c], left[r], right[c]);
+      }
     }
-    multiply_accumulate<BRAIN>(sums, left, right);
   }
-}
+};
 
-// The warps' parts are added in the same order each time.
-for (int i = 0; i < 4; i++) partial[warp][line + 8 * (i / 2)][2 * chunk + i % 2] = sums[i];
-__syncthreads();
-for (int i = threadIdx.x; i < 16 * 8; i += THREADS) {
-  const int row = first_row + i / 8, column = first_column + i % 8;
-  float sum = 0;
-  for (int part = 0; part < WARPS; part++) sum += partial[part][i / 8][i % 8];
+auto write = [&](int row, int column, float sum) {
   if (row < rows && column < columns) product[static_cast<int64_t>(row) * columns + column] = static_cast<T>(sum);
+};
+// Of the sums of a tile a lane holds those of rows `line` and 8 more, and of columns 2 * chunk and the next one.
+if constexpr (SPLIT) {
+  __shared__ float partial[PARTS][ROWS][COLUMNS];
+  add_part(warp);
+  #pragma unroll
+  for (int r = 0; r < ROW_TILES; r++) {
+    #pragma unroll
+    for (int c = 0; c < COLUMN_TILES; c++) {
+      for (int i = 0; i < 4; i++) partial[warp][16 * r + line + 8 * (i / 2)][8 * c + 2 * chunk + i % 2] = sums[r][c][i];
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < ROWS * COLUMNS; i += 32 * PARTS) {
+    float sum = 0;
+    for (int part = 0; part < PARTS; part++) sum += partial[part][i / COLUMNS][i % COLUMNS];
+    write(first_row + i / COLUMNS, first_column + i % COLUMNS, sum);
+  }
+} else {
+  float all[ROW_TILES][COLUMN_TILES][4] = {};
+  for (int part = 0; part < PARTS; part++) {
+    add_part(part);
+    #pragma unroll
+    for (int i = 0; i < ROW_TILES * COLUMN_TILES * 4; i++) {
+      float& sum = sums[i / 4 / COLUMN_TILES][i / 4 % COLUMN_TILES][i % 4];
+      all[i / 4 / COLUMN_TILES][i / 4 % COLUMN_TILES][i % 4] += sum;
+      sum = 0;
+    }
+  }
+  #pragma unroll
+  for (int r = 0; r < ROW_TILES; r++) {
+    #pragma unroll
+    for (int c = 0; c < COLUMN_TILES; c++) {
+      for (int i = 0; i < 4; i++)
+        write(first_row + 16 * r + line + 8 * (i / 2), first_column + 8 * c + 2 * chunk + i % 2, all[r][c][i]);
+    }
+  }
 }

@@ -1,9 +1,9 @@
 """Products of a few rows with linear layers in one CUDA kernel.
 
 MLX prepares a cuBLAS product anew for each call with more than one row, which takes the computer longer than it takes
-the GPU to multiply a small matrix. This kernel is one plain launch. It reads a matrix once for every 16 rows,
-multiplies on the matrix units and adds in float32, always in the same order: what comes out for a row does not depend
-on the other rows, nor on their number.
+the GPU to multiply a small matrix. This kernel is one plain launch. It reads a matrix once for every 16 rows, or 32 of
+many, multiplies on the matrix units and adds in float32, always in the same order: what comes out for a row does not
+depend on the other rows, nor on their number.
 
 Layers that are called one after the other with the same rows, such as those for queries, keys and values, share a
 launch: the first one computes the products of all.
@@ -11,7 +11,7 @@ launch: the first one computes the products of all.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,12 +21,35 @@ from dflash_mlx.hooks import subclassed
 from dflash_mlx.kernels.cuda_modules import cuda_kernel
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 
+
+class _Block(NamedTuple):
+    """What a block of threads computes: `tiles` of 16 rows and 8 columns, down and across, in each of `warps`, down and
+    across; split: in one place, by warps that share the depth."""
+
+    split: bool
+    tiles: tuple[int, int]
+    warps: tuple[int, int]
+    threads: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.tiles[0] * self.warps[0]
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.tiles[1] * self.warps[1]
+
+
 _TYPES = (mx.float16, mx.bfloat16)
 # On a larger matrix the library's product is bound by memory, and faster.
 _MOST_WEIGHTS = 8_000_000
 _STATE, _CALLS = "_dflash_few_rows", "_dflash_calls"
-# Rows and columns of a product that a block of threads computes, and the most products of a launch.
-_ROWS, _COLUMNS, _THREADS, _MOST_PRODUCTS = 16, 8, 256, 16
+# The most products of a launch.
+_MOST_PRODUCTS = 16
+# Up to so many rows are multiplied by many small blocks, to read a matrix as fast as can be; more of them by larger
+# ones, which read it, and the rows, fewer times.
+_FEW_ROWS = 64
+_SMALL, _LARGE = _Block(True, (1, 1), (1, 1), 256), _Block(False, (2, 4), (2, 2), 128)
 
 
 class _State:
@@ -70,11 +93,19 @@ def multiply(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
     -> x @ weight.T, (..., N), of each, by the kernel."""
     columns = [weight.shape[0] for weight in weights]
     rows = x.size // x.shape[-1]
+    block = _SMALL if rows <= _FEW_ROWS else _LARGE
     found: list[mx.array] = _kernel(len(weights))(
         inputs=[x, *weights],
-        template=[("T", x.dtype), ("BRAIN", x.dtype == mx.bfloat16), ("DIMENSIONS", x.ndim), ("THREADS", _THREADS)],
-        grid=(sum(-(-count // _COLUMNS) for count in columns) * _THREADS, -(-rows // _ROWS), 1),
-        threadgroup=(_THREADS, 1, 1),
+        template=[
+            ("T", x.dtype),
+            ("BRAIN", x.dtype == mx.bfloat16),
+            ("DIMENSIONS", x.ndim),
+            ("SPLIT", block.split),
+            ("ROW_TILES", block.tiles[0]),
+            ("COLUMN_TILES", block.tiles[1]),
+        ],
+        grid=(sum(-(-count // block.columns) for count in columns) * block.threads, -(-rows // block.rows), 1),
+        threadgroup=(block.threads, 1, 1),
         output_shapes=[(*x.shape[:-1], count) for count in columns],
         output_dtypes=[x.dtype] * len(columns),
     )
@@ -89,14 +120,17 @@ def products_work(dtype: mx.Dtype, *, together: bool = True) -> bool:
     if dtype not in _TYPES:
         return False
     rng = np.random.default_rng(0)
-    x, *weights = (
+    few, many, *weights = (
         mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
-        for shape in ((2, 9, 416), (35, 416), (8, 416))
+        for shape in ((2, 9, 416), (2, 40, 416), (35, 416), (8, 416))
     )
     try:
-        found = [*multiply(x, weights[:1]), *(multiply(x, weights) if together else [])]
-        expected = [x @ weight.T for weight in (weights[0], *(weights if together else []))]
-        return all(relative_difference(*pair) <= TOLERANCE[dtype] for pair in zip(found, expected, strict=True))
+        for x in (few, many):
+            found = [*multiply(x, weights[:1]), *(multiply(x, weights) if together else [])]
+            expected = [x @ weight.T for weight in (weights[0], *(weights if together else []))]
+            if any(relative_difference(*pair) > TOLERANCE[dtype] for pair in zip(found, expected, strict=True)):
+                return False
+        return True
     except (RuntimeError, ValueError):  # no compiler, or one that refuses it
         return False
 

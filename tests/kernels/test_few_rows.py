@@ -62,7 +62,7 @@ def test_head_sizes_are_taken_from_any_config(config, found, pair, monkeypatch):
     assert target.head_dim == found
 
 
-@pytest.mark.parametrize(("slower_from", "most"), [(17, 16), (65, 64), (9999, 256)])
+@pytest.mark.parametrize(("slower_from", "most"), [(17, 16), (65, 64), (9999, 512)])
 def test_the_kernel_for_products_is_used_up_to_where_it_stops_being_faster(slower_from, most, pair, monkeypatch):
     target, drafter, linear = pair
     monkeypatch.setattr(

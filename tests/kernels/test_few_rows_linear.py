@@ -54,7 +54,15 @@ def random(rng, *shape, dtype=mx.float16):
 @needs_compiler
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "columns", "depth"), [(2, [16], 32), (16, [24, 8], 128), (17, [3, 9, 8], 160), (40, [35, 1], 416)]
+    ("rows", "columns", "depth"),
+    [
+        (2, [16], 32),
+        (16, [24, 8], 128),
+        (17, [3, 9, 8], 160),
+        (40, [35, 1], 416),
+        (80, [35, 64], 288),
+        (130, [65], 416),
+    ],
 )
 def test_the_kernel_multiplies(rows, columns, depth, dtype, used):
     """Numbers of rows, columns and of numbers that are added that fill blocks, and that do not."""
@@ -75,7 +83,14 @@ def test_rows_that_lie_at_odd_places(used):
     x, weight = np.array(random(rng, 3 * 64 + 1))[1:].reshape(3, 64), random(rng, 8, 64)
     [found] = few_rows_linear._kernel(1)(
         inputs=[x, weight],
-        template=[("T", mx.float16), ("BRAIN", False), ("DIMENSIONS", 2), ("THREADS", 256)],
+        template=[
+            ("T", mx.float16),
+            ("BRAIN", False),
+            ("DIMENSIONS", 2),
+            ("SPLIT", True),
+            ("ROW_TILES", 1),
+            ("COLUMN_TILES", 1),
+        ],
         grid=(256, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[(3, 8)],
@@ -87,7 +102,7 @@ def test_rows_that_lie_at_odd_places(used):
 @needs_compiler
 def test_a_row_depends_neither_on_the_others_nor_on_other_products(used):
     rng = np.random.default_rng(0)
-    x, weight, other = (random(rng, n, 416) for n in (40, 35, 17))
+    x, weight, other = (random(rng, n, 416) for n in (70, 35, 17))
     [together] = multiply(x, [weight])
     for first, last in ((0, 1), (3, 9), (16, 40)):
         assert mx.array_equal(multiply(x[first:last], [other, weight])[1], together[first:last])
@@ -251,7 +266,7 @@ def test_rounds_stay_the_same(family, second, used):
 def test_a_kernel_that_computes_something_else_is_found(broken, used, monkeypatch):
     if broken:
         monkeypatch.setattr(
-            cuda_modules, "included", lambda file, _=(): source(file).replace("start < depth", "start + 32 < depth")
+            cuda_modules, "included", lambda file, _=(): source(file).replace("at < depth", "at + 32 < depth")
         )
     assert few_rows_linear.products_work(mx.float16) != broken
 
