@@ -142,7 +142,9 @@ class NgramState:
 
     def lookup(self, writer: Writer) -> Lookup:
         """An answer's text, with its newest tokens."""
-        lookup = self._lookups.setdefault(writer, Lookup())
+        lookup = self._lookups.get(writer)
+        if lookup is None:
+            lookup = self._lookups[writer] = Lookup()
         lookup.extend(writer.text_from(len(lookup.tokens)))
         return lookup
 

@@ -109,14 +109,22 @@ class WithNgramState:
 
     def _by_text(self, writers: Sequence[Writer]) -> list[bool]:
         """For which answers the text drafts: where it promises more, if that makes up for the wait of all."""
-        told, means = list(map(self.told, writers)), [self._kept_of(writer).mean for writer in writers]
-        gained = sum(text - mean for text, mean in zip(told, means, strict=True) if text)
-        own = sum(1 + mean for writer, mean in zip(writers, means, strict=True) if not isinstance(writer, Nobody))
+        told, gained, own = [], 0.0, 0.0
+        for writer in writers:
+            kept = self._kept_of(writer)
+            told.append(kept.told(self.text.lookup(writer), self._places))
+            if told[-1]:
+                gained += told[-1] - kept.mean
+            if not isinstance(writer, Nobody):
+                own += 1 + kept.mean
         worthwhile = gained >= (_MARGIN_TOGETHER[backend().kind] - 1) * own
         return [worthwhile and text > 0.0 for text in told]
 
     def _kept_of(self, writer: Writer) -> "_Kept":
-        return self._kept.setdefault(writer, _Kept())
+        kept = self._kept.get(writer)
+        if kept is None:
+            kept = self._kept[writer] = _Kept()
+        return kept
 
     def propose(
         self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False

@@ -43,7 +43,7 @@ from dflash_mlx.targets.target import Target
 from dflash_mlx.tree_steps import PLAIN, rank
 
 # A round's rows, for which things are measured, and more, of several answers, for which the linear kernel is tried.
-_ROUND, _MORE_ROWS = 16, (32, 64, 128, 256, 512)
+_ROUND, _MORE_ROWS = 16, (512, 256, 64)
 # How often each way is timed.
 _TURNS = 4
 # How products of rows and passes are made: whether passes are replayed, and up to how many rows the kernel is used.
@@ -162,9 +162,8 @@ def _fastest_way(target: Target, drafter: Drafter | None, switch: Callable[[Way]
     chosen = fastest(_rows(drafter), ways) if len(ways) > 1 else _ORDINARY
     for rows in _MORE_ROWS if chosen[1] and target.takes_rows() else ():
         more = fastest(rows, [chosen, (chosen[0], rows)])
-        if more == chosen:
-            break
-        chosen = more
+        if more != chosen:
+            return more
     return chosen
 
 

@@ -125,8 +125,11 @@ class Experience:
     costs: PairCosts | None = None
 
     def merged(self, newest: "Experience") -> "Experience":
-        """This and what a finished answer has learnt since, which counts as much as everything before."""
-        return replace(newest, estimate=self.estimate.merged(newest.estimate))
+        """This and what a finished answer has learnt since, which counts as much as everything before.
+
+        Costs are the pair's, and given to each answer anew.
+        """
+        return replace(newest, estimate=self.estimate.merged(newest.estimate), costs=None)
 
 
 def choose_policy(
