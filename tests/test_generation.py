@@ -308,7 +308,7 @@ PROMPTS = [[3, 5], [9], [3, 5, 7, 11, 2], [8] * 12, [1, 2]]
 def test_many_answers_are_those_made_one_by_one(options, lanes):
     pair = make_pair()
     pair._costs = PairCosts(RoundCosts({0: 1.0, 1: 1.02, 7: 1.05}, {1: 0.01, 7: 0.01}, steep=False))
-    costs = GroupCosts({2: 1.0, 8: 1.0}, {4: 1.1, 64: 1.2}, {4: 0.1, 64: 0.1})
+    costs = GroupCosts({2: 1.0, 8: 1.0}, {2: {4: 1.1, 64: 1.2}}, {4: 0.1, 64: 0.1})
     pair._group_costs = dict.fromkeys((3, 5), costs)
     params = [SamplingParams(max_tokens=5 + i, temperature=0.9 * (i % 2), seed=i) for i in range(len(PROMPTS))]
     found = generate_many(pair, PROMPTS, params, lanes=lanes, **options)
@@ -320,7 +320,7 @@ def test_many_answers_are_those_made_one_by_one(options, lanes):
 
 def test_many_answers_begin_with_what_earlier_ones_have_taught():
     pair = make_pair()
-    pair._group_costs = {2: GroupCosts({2: 1.0}, {4: 1.1, 64: 1.2}, {4: 0.1})}
+    pair._group_costs = {2: GroupCosts({2: 1.0}, {2: {4: 1.1, 64: 1.2}}, {4: 0.1})}
     policy = pair.group_policy(most_lanes=2)
     before = policy.estimate.expected_tokens(7)[7]
     generate_many(pair, PROMPTS, SamplingParams(max_tokens=40), lanes=2)

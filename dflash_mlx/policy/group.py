@@ -61,16 +61,14 @@ class FixedGroup:
 class GroupCosts:
     """Seconds of the parts of a shared round, measured at some numbers and interpolated between.
 
-    plain: a round without drafts, by lanes. verify: a pass of the target and its judgement, by rows of all lanes
-    together. draft: a pass of the drafter, by rows. more_lanes: by lanes, what a round with drafts takes beyond those
-    parts, which were measured with as few lanes as have so many rows. `observe` follows changes of the machine, and
-    learns where rounds of a width take longer than others would let expect.
+    plain: a round without drafts, by lanes. verify: a pass of the target and its judgement, by lanes and by rows of all
+    lanes together. draft: a pass of the drafter, by rows. `observe` follows changes of the machine, and learns where
+    rounds of a width take longer than others would let expect.
     """
 
     plain: Mapping[int, float]
-    verify: Mapping[int, float]
+    verify: Mapping[int, Mapping[int, float]]
     draft: Mapping[int, float]
-    more_lanes: Mapping[int, float] = field(default_factory=lambda: {2: 0.0})
     # What rounds took lately, times what was measured, without drafts and with; and what those of a width took beyond.
     _drift: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
     _own_drift: dict[int, float] = field(default_factory=dict)
@@ -97,7 +95,11 @@ class GroupCosts:
     def _passing(self, lanes: int, width: int) -> float:
         if width == 0:
             return interpolate(self.plain, lanes)
-        return interpolate(self.verify, lanes * (width + 1)) + interpolate(self.more_lanes, lanes)
+        # For more lanes than were measured, what as many rows of the most lanes take.
+        rows, known = lanes * (width + 1), sorted(self.verify)
+        after = next((i for i, number in enumerate(known) if number >= lanes), len(known) - 1)
+        nearest = {number: interpolate(self.verify[number], rows) for number in known[max(after - 1, 0) : after + 1]}
+        return float(np.interp(lanes, list(nearest), list(nearest.values())))
 
     def _drafting(self, lanes: int, places: int) -> float:
         return interpolate(self.draft, lanes * (places + 1))

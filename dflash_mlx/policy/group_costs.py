@@ -17,13 +17,12 @@ from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import propose
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.policy.group import FixedGroup, GroupCosts, rising, worthwhile_lanes
-from dflash_mlx.policy.stored import fingerprint, read_stored, store
+from dflash_mlx.policy.stored import UNUSABLE, fingerprint, read_json, store, table_of
 from dflash_mlx.policy.timing import some_times, taking_turns
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 6
-_TABLES = "plain", "verify", "draft", "more_lanes"
+_SCHEMA = 7
 _PROMPT_TOKENS = 64
 # In a turn something is timed at least so often, and more often until that has taken so many seconds.
 _FEWEST_TIMED, _SECONDS_A_TURN = 2, 0.25
@@ -53,27 +52,35 @@ def load_or_measure_group(
     """The costs of shared rounds, from disk when this pair was measured on this machine before."""
     settings = _SCHEMA, drafter.method, places, most_lanes, dtype, *target.ways
     name = f"group-costs/{fingerprint(folders, *settings)}"
-    tables = read_stored(name, _TABLES)
-    if tables is None:
+    costs = _read(name)
+    if costs is None:
         if report is not None:
             report("measuring this machine with several answers at once (once for this pair)", None)
         costs = measure_group(target, drafter, places=places, most_lanes=most_lanes)
-        tables = {table: dict(getattr(costs, table)) for table in _TABLES}
-        store(name, tables)
-    plain, verify, draft, more_lanes = (tables[table] for table in _TABLES)
-    return GroupCosts(plain, verify, draft, more_lanes)
+        store(name, {"plain": costs.plain, "draft": costs.draft, "verify": costs.verify})
+    return costs
+
+
+def _read(name: str) -> GroupCosts | None:
+    """What was stored as `name`; None where it is missing or cannot be used."""
+    try:
+        stored = read_json(name)
+        verify = {int(lanes): table_of(table) for lanes, table in stored["verify"].items()}
+        return GroupCosts(table_of(stored["plain"]), verify, table_of(stored["draft"]))
+    except UNUSABLE:
+        return None
 
 
 def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: int) -> GroupCosts:
     """Time rounds of 2, 4, 8, ... lanes the way they will run, queued one after another, and drafts alone.
 
-    When that has taken long enough, only rounds without drafts are timed further, as long as more lanes gain by them.
+    All rounds of so many lanes are timed in turns, since they are what is chosen from. Where rounds are slow, fewer are
+    timed, and when measuring has taken long enough, only those without drafts, as long as more lanes gain by them.
     """
     started = time.perf_counter()
     plain: dict[int, float] = {}
-    verify: dict[int, float] = {}
+    verify: dict[int, dict[int, float]] = {}
     draft: dict[int, float] = {}
-    more_lanes: dict[int, float] = {}
     widths = [rows - 1 for rows in _ROWS if rows <= places + 1]
     prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
     read = Session(target, drafter)
@@ -81,21 +88,26 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
     lanes = 2
     while lanes <= most_lanes:
         batch = _batch_of(read, prompt, lanes)
-        # By width, what passes and drafts of as many rows take that fewer lanes have made.
-        known = {width: (verify[rows], draft[rows]) for width in widths if (rows := lanes * (width + 1)) in verify}
-        drafts = _draft_seconds(batch, [width for width in widths if width not in known])
+        rows = {width: lanes * (width + 1) for width in widths}
+        before = verify.get(lanes // 2, {}) if plain and plain[lanes // 2] > _SLOW else {}
+        known = {width: before[rows[width]] for width in widths if rows[width] in before}
+        alone = _draft_seconds(batch, [width for width in widths if rows[width] not in draft])
+        drafts = {width: alone.get(width) or draft[rows[width]] for width in widths}
         policy = FixedGroup(0)
         engine = Engine(target, drafter, policy=policy)
         engine.join_all(batch)
         seconds = _round_seconds(engine, policy, widths, drafts, known)
         plain[lanes] = seconds.pop(0)
+        passes: dict[int, float] = {}
         for width, whole in seconds.items():
-            rows = lanes * (width + 1)
-            if lanes not in more_lanes:
-                more_lanes[lanes] = max(0.0, whole - sum(known[width])) if width in known else 0.0
-            if width not in known:
-                draft[rows] = _drafting(drafts[width], whole)
-                verify[rows] = max(0.0, whole - draft[rows] - more_lanes[lanes])
+            draft.setdefault(rows[width], _drafting(drafts[width], whole))
+            passes[width] = max(0.0, whole - draft[rows[width]])
+        # The narrowest one was timed in any case.
+        longer = max(0.0, passes[widths[0]] - known[widths[0]]) if known else 0.0
+        if widths:
+            passes = {width: seconds + longer for width, seconds in known.items()} | passes
+            # A pass of single rows is a plain round. It shows the way where only the narrowest of the others was timed.
+            verify[lanes] = rising({lanes: plain[lanes]} | {rows[width]: passes[width] for width in passes})
         for lane in engine.lanes:
             engine.leave(lane)
         # A GPU compiles at first, which is no reason to stop; slow passes are.
@@ -104,7 +116,7 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
                 break
             widths = []
         lanes *= 2
-    return GroupCosts(rising(plain), rising(verify), rising(draft), rising(more_lanes))
+    return GroupCosts(rising(plain), verify, rising(draft))
 
 
 def _draft_seconds(batch: Batch, widths: Sequence[int]) -> dict[int, float]:
@@ -121,18 +133,18 @@ def _round_seconds(
     policy: FixedGroup,
     widths: Sequence[int],
     drafts: Mapping[int, float],
-    known: Mapping[int, tuple[float, float]],
+    known: Mapping[int, float],
 ) -> dict[int, float]:
     """Of rounds without drafts, and of those widths that may be worth it and need to be timed.
 
     These are the narrowest one, which shows what more lanes take longer, and those that are not known. drafts: the
-    seconds of drafts alone, by width; known: those of a pass and of a draft.
+    seconds of drafts alone, by width; known: those of passes.
     """
     first = {0: _times_of(engine, policy, 0)}
     for width in widths:
         if width == widths[0] or width not in known:
             first[width] = _times_of(engine, policy, width)
-        passing = known[width][0] if width in known else min(first[width]) - _drafting(drafts[width], min(first[width]))
+        passing = known[width] if width in known else min(first[width]) - _drafting(drafts[width], min(first[width]))
         # Not even if every draft were kept would a wider round be worth it.
         if passing > (width + 1) * min(first[0]):
             break

@@ -15,6 +15,9 @@ from dflash_mlx.hub.leftovers import write_atomically
 from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.runtime import backend
 
+# What comes of reading something that is not as it was stored.
+UNUSABLE = OSError, ValueError, KeyError, AttributeError, TypeError
+
 
 def fingerprint(folders: Sequence[Path], *settings: object) -> str:
     """Changes with anything that changes what models in these folders cost here."""
@@ -52,9 +55,14 @@ def read_stored(name: str, keys: Sequence[str]) -> dict[str, dict[int, float]] |
     """The tables (number -> seconds) stored as `name`; None where they are missing or cannot be used."""
     try:
         stored = read_json(name)
-        return {key: {int(number): float(seconds) for number, seconds in stored[key].items()} for key in keys}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {key: table_of(stored[key]) for key in keys}
+    except UNUSABLE:
         return None
+
+
+def table_of(stored: Mapping[str, float]) -> dict[int, float]:
+    """A table (number -> seconds) as it was stored; see `UNUSABLE`."""
+    return {int(number): float(seconds) for number, seconds in stored.items()}
 
 
 def read_json(name: str) -> Any:

@@ -11,18 +11,18 @@ PLACES = 15
 
 def flat():
     """A machine with power to spare: rows cost next to nothing."""
-    return GroupCosts({2: 1.0, 8: 1.1, 32: 1.4}, {4: 1.2, 64: 1.3, 512: 1.6}, {4: 0.2, 512: 0.3})
+    return GroupCosts({2: 1.0, 8: 1.1, 32: 1.4}, {2: {4: 1.2, 64: 1.3, 512: 1.6}}, {4: 0.2, 512: 0.3})
 
 
 def bound_by_memory():
     """As GPUs are: a pass costs its weights, and from some number of rows on its arithmetic."""
-    verify = {4: 1.02, 16: 1.1, 32: 1.25, 64: 1.8, 128: 3.2, 512: 12.0}
+    verify = {2: {4: 1.02, 16: 1.1, 32: 1.25, 64: 1.8, 128: 3.2, 512: 12.0}}
     return GroupCosts({2: 1.0, 8: 1.05, 32: 1.3}, verify, {4: 0.1, 64: 0.11, 512: 0.2})
 
 
 def proportional():
     """As a CPU of few cores: every row costs the same."""
-    return GroupCosts({2: 2.0, 32: 32.0}, {4: 4.0, 512: 512.0}, {4: 0.4, 512: 51.2})
+    return GroupCosts({2: 2.0, 32: 32.0}, {2: {4: 4.0, 512: 512.0}}, {4: 0.4, 512: 51.2})
 
 
 def sure(chance):
@@ -153,7 +153,7 @@ def test_an_outlier_is_soon_forgotten():
 )
 def test_lanes_rest_where_rounds_gain_less_than_plain_ones(verify, draft, pauses):
     """Half of the lanes keep the one draft that each verifies: 1.5 tokens a round."""
-    costs = GroupCosts({8: 1.0}, {16: verify, 128: 3 * verify}, {16: 0.01, 128: draft})
+    costs = GroupCosts({8: 1.0}, {8: {16: verify, 128: 3 * verify}}, {16: 0.01, 128: draft})
     policy = GroupWidth(costs, PLACES)
     for _ in range(40):
         policy.observe(RoundReport(8, PLACES, 1, [(lane, lane % 2) for lane in range(8)], None))
@@ -276,7 +276,7 @@ class Expects:
 
 def costs_by_width(seconds):
     """Of 8 lanes, rounds that cost so much by their width; plain ones take two seconds."""
-    return GroupCosts({8: 2.0}, {8 * (width + 1): cost for width, cost in seconds.items()}, {8: 0.0, 128: 0.0})
+    return GroupCosts({8: 2.0}, {8: {8 * (width + 1): cost for width, cost in seconds.items()}}, {8: 0.0, 128: 0.0})
 
 
 def test_another_width_has_to_promise_a_tenth_more():
@@ -308,8 +308,8 @@ def test_what_plain_rounds_take_is_looked_at_again():
 
 def test_costs_that_were_measured_wrong_are_found_out():
     """A drafted round was measured to take 1.1 plain ones, and takes 2.5; it brings 2.2 tokens."""
-    wrong = GroupCosts({8: 1.4}, {16: 1.5, 128: 1.5}, {16: 0.04, 128: 0.04})
-    truth = GroupCosts({8: 1.0}, {16: 2.4, 128: 2.4}, {16: 0.1, 128: 0.1})
+    wrong = GroupCosts({8: 1.4}, {8: {16: 1.5, 128: 1.5}}, {16: 0.04, 128: 0.04})
+    truth = GroupCosts({8: 1.0}, {8: {16: 2.4, 128: 2.4}}, {16: 0.1, 128: 0.1})
     policy = GroupWidth(wrong, PLACES)
     assert not policy.next_round(8).waits
     assert run(policy, truth, sure(0.55), 8, 2000) > 0.97
@@ -322,7 +322,7 @@ def test_cheap_drafts_that_are_never_verified_are_not_made_for_ever():
 
 def test_where_wider_rounds_cost_the_same_and_drafting_costs_more_than_it_brings_it_rests():
     """Every drafted round costs what 2.5 plain ones do, and brings 1.4 tokens."""
-    costs = GroupCosts(dict.fromkeys((2, 64), 1.0), dict.fromkeys((4, 1024), 2.0), dict.fromkeys((4, 1024), 0.5))
+    costs = GroupCosts(dict.fromkeys((2, 64), 1.0), {2: dict.fromkeys((4, 1024), 2.0)}, dict.fromkeys((4, 1024), 0.5))
     policy = GroupWidth(costs, PLACES)
     assert not policy.next_round(16).waits
     assert run(policy, costs, sure(0.3), 16, 1000) > 0.97

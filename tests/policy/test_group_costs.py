@@ -6,6 +6,7 @@ import pytest
 from tiny import tiny_drafter, tiny_target
 
 from dflash_mlx.policy import group_costs
+from dflash_mlx.policy.group import GroupCosts
 from dflash_mlx.policy.group_costs import measure_group
 
 
@@ -41,28 +42,42 @@ def test_every_number_of_lanes_is_timed(taking):
     taking(lambda lanes, width: 2.0, 0.5, made=True)
     costs = measure_group(tiny_target("llama"), tiny_drafter(), places=7, most_lanes=5)
     assert costs.plain.keys() == {2, 4}
-    assert {4, 8} <= costs.verify.keys() == costs.draft.keys() <= {4, 8, 16, 32}
-    assert all(seconds > 0 for table in (costs.plain, costs.verify, costs.draft) for seconds in table.values())
-    assert costs.more_lanes.keys() == {2, 4}
-    assert min(costs.more_lanes.values()) == costs.more_lanes[2] == 0
+    assert {lanes: list(table) for lanes, table in costs.verify.items()} == {2: [2, 4, 8, 16], 4: [4, 8, 16, 32]}
+    assert costs.draft.keys() == {4, 8, 16, 32}
+    assert all(
+        seconds > 0 for table in (costs.plain, costs.draft, *costs.verify.values()) for seconds in table.values()
+    )
 
 
+@pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("a_lane", [0.0, 0.1])
-@pytest.mark.parametrize(("a_row", "rows"), [(0.01, {4, 8, 16, 32}), (0.2, {4, 8, 16}), (2.0, {4, 8})])
-def test_a_round_is_a_pass_and_a_draft_and_what_more_lanes_take(a_row, rows, a_lane, taking):
-    """Wider rounds are not timed where they could not pay even if every draft were kept."""
+@pytest.mark.parametrize(("a_row", "of_two", "of_four"), [(0.01, 7, 7), (0.2, 7, 1), (2.0, 1, 1)])
+def test_a_round_is_a_pass_and_a_draft(a_row, of_two, of_four, a_lane, slow, taking, monkeypatch):
+    """Wider rounds are not timed where they could not pay even if every draft were kept, nor again where all are slow:
+    then the narrowest one shows what more lanes take longer."""
 
     def rounds(lanes, width):
         return 1.0 + (a_row * lanes * (width + 1) + a_lane * (lanes - 2) + 0.3 if width else 0.0)
 
     timed = taking(rounds, 0.3)
+    monkeypatch.setattr(group_costs, "_SLOW", 0.03 if slow else 3.0)
     costs = measure_group(tiny_target("llama"), tiny_drafter(), places=7, most_lanes=4)
-    assert costs.verify.keys() == rows
-    for lanes, width in timed:
-        assert costs.round(lanes, width) == pytest.approx(rounds(lanes, width))
+    assert max(width for lanes, width in timed if lanes == 2) == of_two
+    assert ((4, 3) in timed) == (of_four >= 3 and not slow)
+    for lanes, widest in ((2, of_two), (4, of_four)):
+        for width in (1, 3, 7):
+            if width <= widest:
+                assert costs.round(lanes, width) == pytest.approx(rounds(lanes, width))
+            else:
+                assert costs.round(lanes, width) > 0.9 * rounds(lanes, width)
     assert costs.plain == pytest.approx({2: 1.0, 4: 1.0})
-    # Rounds of 8 rows that only four lanes have made tell nothing of the lanes.
-    assert costs.more_lanes == {2: 0.0, 4: pytest.approx(2 * a_lane if (2, 3) in timed else 0.0)}
+
+
+def test_between_numbers_of_lanes_and_beyond_them_rows_tell_what_a_pass_takes():
+    costs = GroupCosts({2: 1.0, 8: 1.0}, {2: {4: 1.0, 32: 1.0}, 8: {16: 2.0, 128: 9.0}}, {4: 0.0})
+    seconds = {(2, 1): 1.0, (4, 7): 1 / 3 * 3.0 + 2 / 3, (8, 15): 9.0, (16, 7): 9.0, (32, 1): 5.0}
+    for (lanes, width), expected in seconds.items():
+        assert costs.round(lanes, width) == pytest.approx(expected)
 
 
 def test_when_time_is_up_it_is_still_found_out_how_many_lanes_gain(taking, monkeypatch):

@@ -391,7 +391,7 @@ def limit_of(pair, **options):
 def test_how_many_at_a_time(monkeypatch):
     """As many as are wished, else as the measured costs say; of a target that makes its answers one by one, four."""
     pair = make_pair()
-    pair._group_costs = {32: GroupCosts({2: 1.0, 4: 1.1, 8: 1.2, 16: 2.4, 32: 4.8}, {4: 1.1, 64: 1.2}, {4: 0.1})}
+    pair._group_costs = {32: GroupCosts({2: 1.0, 4: 1.1, 8: 1.2, 16: 2.4, 32: 4.8}, {2: {4: 1.1, 64: 1.2}}, {4: 0.1})}
     monkeypatch.setattr(ModelPair, "round_costs", lambda pair, report: report("measuring", None))
     said = []
     assert limit_of(pair, report=lambda message, _: said.append(message)) == 8
