@@ -45,8 +45,8 @@ class Engine:
         # Lanes that cannot go on, which is said with the next results.
         self._failed: list[Result] = []
         self._left_at = self._read_at = time.perf_counter()
-        # Whether lanes joined when the round on its way was launched.
-        self._joined = False
+        # Whether prompts may still be being read when the round on its way was launched.
+        self._reading = False
 
     @property
     def lanes(self) -> list[Lane]:
@@ -92,9 +92,9 @@ class Engine:
                 return []
             idle = time.perf_counter() - self._left_at
             current, plan = self._round, self._prepare(self._round)
-            # Prompts were read, or are still being read: that is not a round's own time, and cannot be told from it.
-            results = self._settle(current, plan, None if arriving or self._joined else idle)
-            self._joined = False
+            # Reading prompts is not a round's own time, and cannot be told from it.
+            results = self._settle(current, plan, None if arriving or self._reading else idle)
+            self._reading = False
             # The device works while the caller looks at the results.
             launched = plan.launched if plan is not None and self._batch.rows else None
             self._round = launched or self._launch_next(plan)
@@ -225,9 +225,12 @@ class Engine:
         batch, joining = self._batch, self._joining
         was_empty = not batch.rows
         left = batch.arrange(joining)
-        self._joining, self._joined = [], bool(joining)
+        self._joining = []
         if not batch.rows:
             return None
+        if joining:
+            # Where passes are replayed, nobody has waited for the prompts to be read (`Batch.reading`).
+            self._reading, self._read_at = self.target.replays, time.perf_counter()
         if plan is not None and not joining:
             if plan.drafts is None:
                 return self._launch(None)

@@ -272,14 +272,17 @@ def test_a_groups_policy_hears_of_each_round(pause, seconds, monkeypatch):
         assert len(engine.choosing.group.heard) == expected
         report = engine.choosing.group.heard[-1]
         assert (report.rows, report.drafted, report.width) == (2, 4, 4)
+        # The two have just joined.
         assert report.seconds == (seconds if expected > 1 else None)
         assert report.kept == [(lane, step.num_accepted) for lane, step in results]
     assert [lane for lane, _ in results] == lanes[1:]
 
 
-def test_the_time_of_rounds_around_an_arrival_is_not_told(monkeypatch):
-    """Reading the prompt, and moving what it left, would count as the round's own."""
+@pytest.mark.parametrize("replays", [False, True])
+def test_the_time_of_rounds_around_an_arrival_is_not_told(replays, monkeypatch):
+    """Reading the prompt would count as the round's own, and where it is not waited for, as the next one's, too."""
     target, _ = tiny_target("llama"), Clock(monkeypatch, work=16)
+    target.set_replays(replays)
     engine = Engine(target, tiny_drafter(), policy=Notes(4))
     for turn in range(8):
         if turn in (0, 4):
@@ -287,7 +290,7 @@ def test_the_time_of_rounds_around_an_arrival_is_not_told(monkeypatch):
             engine.join(lane_of(target, engine.drafter, [5 + turn, 6], 40, 4))
         engine.advance()
     seconds = [report.seconds for report in engine.choosing.group.heard]
-    assert seconds == [None, 16, 16, 16, None, None, 16, 16]
+    assert seconds == [None, 16, 16, 16, None, None if replays else 16, 16, 16]
 
 
 class Watched:
