@@ -105,3 +105,12 @@ def test_a_slow_while_of_the_computer_makes_no_width_look_slow(seed, taking, mon
     assert timed.count((2, 7)) > 2
     for width in (1, 3, 7):
         assert costs.round(2, width) / costs.round(2, 0) == pytest.approx(1 + 0.05 * width, rel=0.05)
+
+
+def test_a_round_without_drafts_never_takes_longer_than_one_with(taking):
+    """Something else took the time."""
+    seconds = {(2, 0): 9.0, (2, 1): 1.2, (2, 3): 1.4, (4, 0): 1.5}
+    taking(lambda lanes, width: seconds.get((lanes, width), 2.0), 0.2)
+    costs = measure_group(tiny_target("llama"), tiny_drafter(), places=7, most_lanes=4)
+    assert costs.plain == pytest.approx({2: 1.2, 4: 1.5})
+    assert costs.round(2, 3) == pytest.approx(1.4)
