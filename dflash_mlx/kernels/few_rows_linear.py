@@ -23,21 +23,23 @@ from dflash_mlx.rounding import TOLERANCE, relative_difference
 
 
 class _Block(NamedTuple):
-    """What a block of threads computes: `tiles` of 16 rows and 8 columns, down and across, in each of `warps`, down and
-    across; split: in one place, by warps that share the depth."""
+    """What a block of threads computes: `tiles` of 16 rows and 8 columns, down and across; once, by eight warps that
+    share the depth (split), or in each of two by two warps."""
 
     split: bool
     tiles: tuple[int, int]
-    warps: tuple[int, int]
-    threads: int
 
     @property
     def rows(self) -> int:
-        return 16 * self.tiles[0] * self.warps[0]
+        return 16 * self.tiles[0] * (1 if self.split else 2)
 
     @property
     def columns(self) -> int:
-        return 8 * self.tiles[1] * self.warps[1]
+        return 8 * self.tiles[1] * (1 if self.split else 2)
+
+    @property
+    def threads(self) -> int:
+        return 32 * (8 if self.split else 4)
 
 
 _TYPES = (mx.float16, mx.bfloat16)
@@ -49,7 +51,7 @@ _MOST_PRODUCTS = 16
 # Up to so many rows are multiplied by many small blocks, to read a matrix as fast as can be; more of them by larger
 # ones, which read it, and the rows, fewer times.
 _FEW_ROWS = 64
-_SMALL, _LARGE = _Block(True, (1, 1), (1, 1), 256), _Block(False, (2, 4), (2, 2), 128)
+_SMALL, _LARGE = _Block(split=True, tiles=(1, 1)), _Block(split=False, tiles=(2, 4))
 
 
 class _State:

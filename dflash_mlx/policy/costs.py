@@ -15,7 +15,7 @@ from dflash_mlx.decoding.choosing import can_branch
 from dflash_mlx.decoding.tree import wide_sizes
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.policy.group import rising
-from dflash_mlx.policy.stored import fingerprint, read_json, store
+from dflash_mlx.policy.stored import UNUSABLE, fingerprint, read_json, store, table_of
 from dflash_mlx.policy.timing import Rounds, Timer
 from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.policy.width import DEPTHS, SHALLOW, STEEP, FixedWidth, RoundCosts
@@ -57,7 +57,7 @@ def load_or_measure(
         stored = read_json(name)
         trees = _from_json(stored["trees"]) if stored["trees"] else None
         return PairCosts(_from_json(stored["chains"]), trees, float(stored["spread"]))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except UNUSABLE:
         pass  # Not measured yet, or a file that cannot be used: measure.
     if report is not None:
         report("measuring this machine (once for this pair)", None)
@@ -270,9 +270,6 @@ def _to_json(costs: RoundCosts) -> dict[str, Any]:
 
 
 def _from_json(stored: dict[str, Any]) -> RoundCosts:
-    def table(found: dict[str, Any]) -> dict[int, float]:
-        return {int(width): float(seconds) for width, seconds in found.items()}
-
-    deeper = {int(depth): table(found) for depth, found in stored["deeper"].items()}
-    tables = table(stored["round_seconds"]), table(stored["draft_seconds"])
+    deeper = {int(depth): table_of(found) for depth, found in stored["deeper"].items()}
+    tables = table_of(stored["round_seconds"]), table_of(stored["draft_seconds"])
     return RoundCosts(*tables, steep=bool(stored["steep"]), places=int(stored["places"]), deeper=deeper)

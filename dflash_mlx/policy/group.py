@@ -72,8 +72,9 @@ class GroupCosts:
     # What rounds took lately, times what was measured, without drafts and with; and what those of a width took beyond.
     _drift: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
     _own_drift: dict[int, float] = field(default_factory=dict)
-    # The measured parts of `rounds`, by lanes and widths: they are asked for in every round and stay the same.
-    _parts: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # The measured passes by lanes and width, and drafts by rows: they are asked for in every round and stay the same.
+    _passes: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _drafts: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def round(self, lanes: int, width: int, *, drafted: int | None = None) -> float:
         """A round of this many lanes that verifies `width` drafts of `drafted` places each (as many, when None)."""
@@ -83,16 +84,26 @@ class GroupCosts:
 
     def rounds(self, lanes: int, widths: Sequence[int]) -> np.ndarray:
         """Rounds that draft each number of places, by the width they verify: (widths, 1 + widths), none first."""
-        key = (lanes, *widths)
-        measured = self._parts.get(key)
-        if measured is None:
-            passing = [self._passing(lanes, width) for width in (0, *widths)]
-            drafting = [self._drafting(lanes, drafted) for drafted in widths]
-            measured = self._parts[key] = np.add.outer(drafting, passing)
+        passing = [self._passing(lanes, width) for width in (0, *widths)]
+        drafting = [self._drafting(lanes, drafted) for drafted in widths]
         own_drift = [self._own_drift.get(width, 1.0) for width in (0, *widths)]
-        return measured * self._drift[True] * own_drift
+        return np.add.outer(drafting, passing) * self._drift[True] * own_drift
 
     def _passing(self, lanes: int, width: int) -> float:
+        found = self._passes.get((lanes, width))
+        if found is None:
+            found = self._passes[lanes, width] = self._between(lanes, width)
+        return found
+
+    def _drafting(self, lanes: int, places: int) -> float:
+        rows = lanes * (places + 1)
+        found = self._drafts.get(rows)
+        if found is None:
+            found = self._drafts[rows] = interpolate(self.draft, rows)
+        return found
+
+    def _between(self, lanes: int, width: int) -> float:
+        """What a pass takes, between those that were measured."""
         if width == 0:
             return interpolate(self.plain, lanes)
         # For more lanes than were measured, what as many rows of the most lanes take.
@@ -100,9 +111,6 @@ class GroupCosts:
         after = next((i for i, number in enumerate(known) if number >= lanes), len(known) - 1)
         nearest = {number: interpolate(self.verify[number], rows) for number in known[max(after - 1, 0) : after + 1]}
         return float(np.interp(lanes, list(nearest), list(nearest.values())))
-
-    def _drafting(self, lanes: int, places: int) -> float:
-        return interpolate(self.draft, lanes * (places + 1))
 
     def observe(self, seconds: float, lanes: int, width: int, drafted: int) -> None:
         """Follow the machine, and the width's rounds more slowly; a single outlier counts little."""

@@ -107,7 +107,7 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
         # The narrowest one was timed in any case.
         longer = max(0.0, passes[widths[0]] - known[widths[0]]) if known else 0.0
         if widths:
-            passes = {width: seconds + longer for width, seconds in known.items()} | passes
+            passes = {width: known[width] + longer for width in known} | passes
             # A pass of single rows is a plain round. It shows the way where only the narrowest of the others was timed.
             verify[lanes] = rising({lanes: plain[lanes]} | {rows[width]: passes[width] for width in passes})
         for lane in engine.lanes:

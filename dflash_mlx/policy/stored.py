@@ -51,15 +51,6 @@ def name_by_files(kind: str, folders: Sequence[Path], schema: int, *settings: ob
     return f"{kind}/{fingerprint(folders, *versions, *settings, file_marks(folders))}"
 
 
-def read_stored(name: str, keys: Sequence[str]) -> dict[str, dict[int, float]] | None:
-    """The tables (number -> seconds) stored as `name`; None where they are missing or cannot be used."""
-    try:
-        stored = read_json(name)
-        return {key: table_of(stored[key]) for key in keys}
-    except UNUSABLE:
-        return None
-
-
 def table_of(stored: Mapping[str, float]) -> dict[int, float]:
     """A table (number -> seconds) as it was stored; see `UNUSABLE`."""
     return {int(number): float(seconds) for number, seconds in stored.items()}
