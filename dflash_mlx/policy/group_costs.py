@@ -22,19 +22,23 @@ from dflash_mlx.policy.timing import some_times, taking_turns
 from dflash_mlx.policy.width import FixedWidth
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 7
+_SCHEMA = 8
 _PROMPT_TOKENS = 64
-# In a turn something is timed at least so often, and more often until that has taken so many seconds.
-_FEWEST_TIMED, _SECONDS_A_TURN = 2, 0.25
+# In a turn something is timed once, and more often until that has taken so many seconds.
+_SECONDS_A_TURN = 0.1
 # There are turns until each kind has taken so long.
 _SECONDS_A_KIND = 0.15
 # More tokens than the rounds of an answer gain.
 _TOKENS = 1 << 20
 # A draft that is waited for takes longer than its share of a round, of which it is taken to be this much at most.
 _MOST_DRAFTING = 0.5
-# Where anything takes this long, one turn is enough; where a pass of single rows does, measuring stops after about this
-# many seconds, and the rest is interpolated.
-_SLOW, _SECONDS_TO_SPEND = 0.03, 10.0
+# Where a pass of single rows takes this long, measuring stops after about so many seconds; the rest is interpolated.
+_SLOW, _SECONDS_TO_SPEND = 0.03, 15.0
+# With such a spread, other work took part. It was up to 0.06 on a quiet computer of two cores, where two other programs
+# made it 0.3 to 0.7.
+_DISTURBED = 0.2
+# Where anything takes this long, one turn is enough.
+_VERY_SLOW = 1.0
 # Rows of each lane that are tried: an anchor and its drafts.
 _ROWS = (2, 4, 8, 16)
 
@@ -56,8 +60,10 @@ def load_or_measure_group(
     if costs is None:
         if report is not None:
             report("measuring this machine with several answers at once (once for this pair)", None)
-        costs = measure_group(target, drafter, places=places, most_lanes=most_lanes)
-        store(name, {"plain": costs.plain, "draft": costs.draft, "verify": costs.verify})
+        costs, spread = measure_group(target, drafter, places=places, most_lanes=most_lanes)
+        # What other work on the machine has spoilt serves for now, and is not remembered.
+        if spread <= _DISTURBED:
+            store(name, {"plain": costs.plain, "draft": costs.draft, "verify": costs.verify})
     return costs
 
 
@@ -71,16 +77,18 @@ def _read(name: str) -> GroupCosts | None:
         return None
 
 
-def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: int) -> GroupCosts:
+def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: int) -> tuple[GroupCosts, float]:
     """Time rounds of 2, 4, 8, ... lanes the way they will run, queued one after another, and drafts alone.
 
-    All rounds of so many lanes are timed in turns, since they are what is chosen from. Where rounds are slow, fewer are
-    timed, and when measuring has taken long enough, only those without drafts, as long as more lanes gain by them.
+    All rounds of so many lanes are timed in turns, since they are what is chosen from. When measuring has taken long
+    enough, only those without drafts are timed, as long as more lanes gain by them. Besides the costs it tells the
+    worst spread of the rounds of any number of lanes, as in `timing.Compared`.
     """
     started = time.perf_counter()
     plain: dict[int, float] = {}
     verify: dict[int, dict[int, float]] = {}
     draft: dict[int, float] = {}
+    spreads = [0.0]
     widths = [rows - 1 for rows in _ROWS if rows <= places + 1]
     prompt = [i % target.vocab_size for i in range(1, _PROMPT_TOKENS + 1)]
     read = Session(target, drafter)
@@ -89,27 +97,22 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
     while lanes <= most_lanes:
         batch = _batch_of(read, prompt, lanes)
         rows = {width: lanes * (width + 1) for width in widths}
-        before = verify.get(lanes // 2, {}) if plain and plain[lanes // 2] > _SLOW else {}
-        known = {width: before[rows[width]] for width in widths if rows[width] in before}
         alone = _draft_seconds(batch, [width for width in widths if rows[width] not in draft])
         drafts = {width: alone.get(width) or draft[rows[width]] for width in widths}
         policy = FixedGroup(0)
         engine = Engine(target, drafter, policy=policy)
         engine.join_all(batch)
-        seconds = _round_seconds(engine, policy, widths, drafts, known)
+        seconds, spread = _round_seconds(engine, policy, drafts)
+        spreads.append(spread)
         # Drafting never makes a round shorter: where one without seems to be longer, it was disturbed.
         plain[lanes] = min(seconds.values())
         del seconds[0]
-        passes: dict[int, float] = {}
-        for width, whole in seconds.items():
-            draft.setdefault(rows[width], _drafting(drafts[width], whole))
-            passes[width] = max(0.0, whole - draft[rows[width]])
-        # The narrowest one was timed in any case.
-        longer = max(0.0, passes[widths[0]] - known[widths[0]]) if known else 0.0
-        if widths:
-            passes = {width: known[width] + longer for width in known} | passes
+        if seconds:
+            for width, whole in seconds.items():
+                draft.setdefault(rows[width], _drafting(drafts[width], whole))
+            passes = {rows[width]: max(0.0, whole - draft[rows[width]]) for width, whole in seconds.items()}
             # A pass of single rows is a plain round. It shows the way where only the narrowest of the others was timed.
-            verify[lanes] = rising({lanes: plain[lanes]} | {rows[width]: passes[width] for width in passes})
+            verify[lanes] = rising({lanes: plain[lanes]} | passes)
         for lane in engine.lanes:
             engine.leave(lane)
         # A GPU compiles at first, which is no reason to stop; slow passes are.
@@ -118,41 +121,32 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
                 break
             widths = []
         lanes *= 2
-    return GroupCosts(rising(plain), verify, rising(draft))
+    return GroupCosts(rising(plain), verify, rising(draft)), max(spreads)
 
 
 def _draft_seconds(batch: Batch, widths: Sequence[int]) -> dict[int, float]:
     """Of drafts of each number of places, alone."""
     if not widths:
         return {}
-    timed = partial(some_times, seconds=_SECONDS_A_TURN, fewest=_FEWEST_TIMED)
+    timed = partial(some_times, seconds=_SECONDS_A_TURN)
     kinds = [partial(timed, partial(_draft, batch, width)) for width in widths]
-    return dict(zip(widths, taking_turns(kinds, seconds=_SECONDS_A_KIND, slow=_SLOW), strict=True))
+    return dict(zip(widths, taking_turns(kinds, seconds=_SECONDS_A_KIND, slow=_VERY_SLOW).times, strict=True))
 
 
-def _round_seconds(
-    engine: Engine,
-    policy: FixedGroup,
-    widths: Sequence[int],
-    drafts: Mapping[int, float],
-    known: Mapping[int, float],
-) -> dict[int, float]:
-    """Of rounds without drafts, and of those widths that may be worth it and need to be timed.
+def _round_seconds(engine: Engine, policy: FixedGroup, drafts: Mapping[int, float]) -> tuple[dict[int, float], float]:
+    """Of rounds without drafts, and of those widths that may be worth it, and their spread.
 
-    These are the narrowest one, which shows what more lanes take longer, and those that are not known. drafts: the
-    seconds of drafts alone, by width; known: those of passes.
+    drafts: the seconds of drafts alone, by width.
     """
     first = {0: _times_of(engine, policy, 0)}
-    for width in widths:
-        if width == widths[0] or width not in known:
-            first[width] = _times_of(engine, policy, width)
-        passing = known[width] if width in known else min(first[width]) - _drafting(drafts[width], min(first[width]))
+    for width, alone in drafts.items():
+        first[width] = _times_of(engine, policy, width)
         # Not even if every draft were kept would a wider round be worth it.
-        if passing > (width + 1) * min(first[0]):
+        if min(first[width]) - _drafting(alone, min(first[width])) > (width + 1) * min(first[0]):
             break
     kinds = [partial(_times_of, engine, policy, width) for width in first]
-    times = taking_turns(kinds, first=list(first.values()), seconds=_SECONDS_A_KIND, slow=_SLOW)
-    return dict(zip(first, times, strict=True))
+    found = taking_turns(kinds, first=list(first.values()), seconds=_SECONDS_A_KIND, slow=_VERY_SLOW)
+    return dict(zip(first, found.times, strict=True)), found.spread
 
 
 def _drafting(alone: float, whole: float) -> float:
@@ -188,7 +182,6 @@ def _draft(batch: Batch, width: int) -> None:
 
 def _times_of(engine: Engine, policy: FixedGroup, width: int) -> list[float]:
     """Some times of rounds of a width."""
+    # The first one is not timed: it waits for one of the width before, which is on its way.
     policy.width = width
-    # One round of the width before is on its way.
-    engine.advance()
-    return some_times(engine.advance, seconds=_SECONDS_A_TURN, fewest=_FEWEST_TIMED)
+    return some_times(engine.advance, seconds=_SECONDS_A_TURN)

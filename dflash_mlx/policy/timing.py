@@ -45,6 +45,16 @@ _LONG_ROUND = 0.5
 _TOKENS = 1 << 20
 
 
+class Compared(NamedTuple):
+    """Seconds that some kinds of work take, and the usual distance of a comparison of two of them from the others.
+
+    spread: as a logarithm, 0.1 for about 10 %.
+    """
+
+    times: list[float]
+    spread: float
+
+
 class Rounds(NamedTuple):
     """What is timed: rounds by this policy, after `depth` tokens of context."""
 
@@ -61,7 +71,7 @@ class Timer:
     def rounds(self, kinds: Sequence[Rounds]) -> list[float]:
         """Rounds of some kinds, which take turns of a few rounds each."""
         engines = [self._warm(*kind) for kind in kinds]
-        times = taking_turns([partial(_some_seconds_of, engine) for engine in engines])
+        times = taking_turns([partial(_some_seconds_of, engine) for engine in engines]).times
         for engine in engines:
             _end(engine)
         return times
@@ -132,7 +142,7 @@ def taking_turns(
     first: Sequence[Sequence[float]] | None = None,
     seconds: float | None = None,
     slow: float = _LONG_ROUND,
-) -> list[float]:
+) -> Compared:
     """What some kinds of work take, each of which tells a few times whenever it is called.
 
     first: the times of a first turn that was made. seconds: how long to go on for each kind. slow: one turn is enough
@@ -148,7 +158,7 @@ def taking_turns(
     return compared(turns)
 
 
-def compared(turns: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+def compared(turns: Sequence[Sequence[Sequence[float]]]) -> Compared:
     """What rounds of some kinds take, by turns of them all, of each of which some times are known.
 
     Some computers are slower for a tenth of a second, or for seconds, whatever they do: a rented one by 1.7 times, for
@@ -165,8 +175,8 @@ def compared(turns: Sequence[Sequence[Sequence[float]]]) -> list[float]:
         root = np.sqrt(weights)
         times = np.linalg.lstsq(design * root[:, None], steps * root, rcond=None)[0]
         weights = 1.0 / np.maximum(np.abs(design @ times - steps), _NEAR)
-    found: list[float] = np.exp(times + _low(seen - times[kinds])).tolist()
-    return found
+    off = np.abs(design @ times - steps)
+    return Compared(np.exp(times + _low(seen - times[kinds])).tolist(), float(np.median(off)) if len(off) else 0.0)
 
 
 def _low(times: Iterable[float]) -> float:

@@ -1,5 +1,6 @@
 """How rounds are timed: which of them count, and to which width a time belongs."""
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -85,16 +86,23 @@ def test_a_computer_that_is_slow_most_of_the_time_changes_little(kinds, seed):
     rng = random.Random(seed)
     computer = SharedComputer(rng, noise=lambda: rng.uniform(1, 1.1))
     takes = [5 * (1 + 0.3 * kind / kinds) for kind in range(kinds)]
-    found = compared([[[computer(ms) for _ in range(5)] for ms in takes] for _ in range(10)])
+    found = compared([[[computer(ms) for _ in range(5)] for ms in takes] for _ in range(10)]).times
     shares = sorted(one / ms for one, ms in zip(found, takes, strict=True))
     assert shares[-1] / shares[0] < 1.08
     assert 0.99 < shares[0] < 1.8
 
 
 def test_turns_are_compared_by_how_fast_the_computer_was():
-    assert compared([[[3.0]]]) == pytest.approx([3.0])
+    assert compared([[[3.0]]]) == (pytest.approx([3.0]), 0.0)
     slow_later = [[[1.0, 1.0], [4.0, 4.0]], [[1.5, 9.0], [6.0, 6.0]], [[2.0, 2.0], [8.0, 9.0]]]
-    assert compared(slow_later) == pytest.approx([1.0, 4.0], rel=0.02)
+    assert compared(slow_later).times == pytest.approx([1.0, 4.0], rel=0.02)
+
+
+def test_the_spread_is_the_usual_distance_of_comparisons():
+    assert compared([[[1.0], [4.0]]] * 5).spread == pytest.approx(0.0, abs=1e-6)
+    assert compared([[[1.0], [4.0]]] * 4 + [[[1.0], [9.0]]]).spread == pytest.approx(0.0, abs=0.01)
+    unsteady = [[[1.0], [share]] for share in (1.0, 2.0, 4.0, 1.0, 4.0)]
+    assert compared(unsteady).spread == pytest.approx(math.log(2), rel=0.1)
 
 
 @pytest.mark.parametrize("early", [0.0, 0.3, 1.0])
