@@ -44,19 +44,19 @@ from dflash_mlx.tree_steps import PLAIN, rank
 
 # A round's rows, for which things are measured, and more, of several answers, for which the linear kernel is tried.
 _ROUND, _MORE_ROWS = 16, (512, 256, 64)
-# How often each way is timed.
-_TURNS = 4
+# How often each way is timed: so many rounds in a queue, after some that are not timed.
+_TURNS, _QUEUED, _UNTIMED = 4, 4, 2
 # How products of rows and passes are made: whether passes are replayed, and up to how many rows the kernel is used.
 Way = tuple[bool, int]
 W = TypeVar("W")
 _ORDINARY: Way = False, 0
 # To be raised when it is chosen among other ways.
-_SCHEMA = 5
+_SCHEMA = 6
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What was chosen before for a pair: with these `kernels`, in words, passes of so many rows are made this `way`.
+    """What was chosen before for a pair: where these other `kernels` won, in words, passes are made this `way`.
 
     rows, trees: as `Target.takes_rows` and `takes_trees` give them.
     """
@@ -98,7 +98,7 @@ def use_where_faster(
     if kernels:
         products, notes = quantized_rows.use_where_faster(models, head=target.head_module, report=report)
         attention, more = rows_attention.use_where_faster(
-            models, lambda: _round(target, drafter, _rows(drafter)), report=report
+            models, lambda: mx.eval(_launch(target, drafter, _rows(drafter))), report=report
         )
         target.kernels, notes = "; ".join(filter(None, (products, attention))), notes + more
     layers = _layers(target, drafter) if kernels and kind == "cuda" and drafter is not None else []
@@ -113,14 +113,16 @@ def use_where_faster(
 
     if layers:
         switch(_ORDINARY)
-        groups = called_together(layers, lambda: _round(target, drafter, _rows(drafter)))
+        groups = called_together(layers, lambda: mx.eval(_launch(target, drafter, _rows(drafter))))
     if before is not None and before.kernels == target.kernels:
-        switch(before.way)
-        return notes
-    way = _fastest_way(target, drafter, switch, kernel=bool(layers))
+        way = before.way
+    else:
+        way = _fastest_way(target, drafter, switch, kernel=bool(layers))
+        if name is not None:
+            store(name, asdict(_Chosen(target.kernels, way, target.takes_rows(), target.takes_trees())))
     switch(way)
-    if name is not None:
-        store(name, asdict(_Chosen(target.kernels, way, target.takes_rows(), target.takes_trees())))
+    if way[1]:
+        target.kernels = "; ".join(filter(None, (target.kernels, f"products of up to {way[1]} rows")))
     return notes
 
 
@@ -175,7 +177,9 @@ def _can_replay(target: Target, drafter: Drafter | None) -> bool:
     try:
         for on in (False, True):
             target.set_replays(on)
-            logits.append(_round(target, drafter, _rows(drafter))[1])
+            found = _launch(target, drafter, _rows(drafter))
+            mx.eval(found)
+            logits.append(found[0])
         return relative_difference(logits[1], logits[0]) <= TOLERANCE[logits[0].dtype]
     except (RuntimeError, ValueError):  # no compiler, or a model that asks the host
         return False
@@ -198,13 +202,23 @@ def _compare(
 
 
 def _seconds(target: Target, drafter: Drafter | None, rows: int) -> float:
-    """Of a forward of the target and a draft, the second time: what is compiled or recorded at first does not count."""
-    _round(target, drafter, rows)
-    return _round(target, drafter, rows)[0]
+    """Of a forward of the target and a draft, of some that are queued one after another, as rounds are.
+
+    What is compiled or recorded at first does not count. One that is waited for takes longer than its part of a queue,
+    and by another factor where the computer has more to do than the GPU.
+    """
+    for _ in range(_UNTIMED):
+        mx.eval(_launch(target, drafter, rows))
+    started = time.perf_counter()
+    for _ in range(_QUEUED):
+        last = _launch(target, drafter, rows)
+        mx.async_eval(last)
+    mx.eval(last)
+    return (time.perf_counter() - started) / _QUEUED
 
 
-def _round(target: Target, drafter: Drafter | None, rows: int) -> tuple[float, mx.array]:
-    """A forward of the target and a draft, over new caches like those of a round: seconds, and the target's logits.
+def _launch(target: Target, drafter: Drafter | None, rows: int) -> list[mx.array]:
+    """A forward of the target and a draft, over new caches like those of a round: the target's logits, and drafts.
 
     So many rows in all, of as many answers as there are then, where the target takes several at once.
     """
@@ -214,14 +228,10 @@ def _round(target: Target, drafter: Drafter | None, rows: int) -> tuple[float, m
     at, room = mx.zeros((lanes,), dtype=mx.int32), 2 * block
     model = target.pass_for(drafter.taps if drafter is not None else ())
     held = Rows.blank(target.blank_caches, lanes, room) if target.takes_rows() else None
-    state = drafter.blank(target, lanes, room) if drafter is not None else None
-    started = time.perf_counter()
     logits, features = model(tokens, target.make_cache()) if held is None else model.over(held, tokens)
-    if state is None or drafter is None:
-        mx.eval(logits)
-    else:
-        state.extend(tokens, features, at, room=room, all_kept=True)
-        places = min(block - 1, drafter.places)
-        drafted = state.propose([Nobody()] * lanes, tokens[:, 0], at + block, places, room=room)
-        mx.eval(logits, drafted.tokens)
-    return time.perf_counter() - started, logits
+    if drafter is None:
+        return [logits]
+    state = drafter.blank(target, lanes, room)
+    state.extend(tokens, features, at, room=room, all_kept=True)
+    places = min(block - 1, drafter.places)
+    return [logits, state.propose([Nobody()] * lanes, tokens[:, 0], at + block, places, room=room).tokens]
