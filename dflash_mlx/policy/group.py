@@ -221,8 +221,7 @@ class GroupWidth:
         kept = [num_accepted for _, num_accepted in report.kept]
         mean = sum(kept) / len(kept)
         if report.width:
-            for num_accepted in kept:
-                self.estimate.observe(report.width, num_accepted, fade=FADE ** (1 / len(kept)))
+            self.estimate.observe(report.width, kept)
             if self._expected:
                 self._kept = FADE * self._kept + mean
                 self._promised = FADE * self._promised + self._expected

@@ -12,6 +12,8 @@ Where both are open, with trees, trees_or_chains.py decides. Where drafting does
 again later.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise, zip_longest
@@ -164,15 +166,17 @@ class AcceptanceEstimate:
     tried: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
 
-    def observe(self, width: int, num_accepted: int, *, fade: float = FADE) -> None:
-        self.fade(fade)
-        reached = min(num_accepted + 1, width)
+    def observe(self, width: int, accepted: Sequence[int]) -> None:
+        """A round of `width` drafts, and how many of them each of its lanes accepted."""
+        self.fade(FADE)
         for counts in (self.tried, self.kept):
-            counts.extend([0.0] * (reached - len(counts)))
-        for i in range(reached):
-            self.tried[i] += 1.0
-        for i in range(min(num_accepted, width)):
-            self.kept[i] += 1.0
+            counts.extend([0.0] * (width - len(counts)))
+        lanes = Counter(min(count, width) for count in accepted)
+        reached = len(accepted)
+        for i in range(width):
+            self.tried[i] += reached
+            reached -= lanes[i]
+            self.kept[i] += reached
 
     def fade(self, factor: float) -> None:
         self.tried = [count * factor for count in self.tried]
@@ -233,7 +237,7 @@ class SteadyWidth:
             self.costs.observe(round.seconds, round.width, round.drafted)
         if round.width == 0:
             return
-        self.estimate.observe(round.width, round.num_accepted)
+        self.estimate.observe(round.width, [round.num_accepted])
         self.pauses.observe(round.num_accepted + 1, self.costs.round(round.width), self.costs.plain)
         speeds = self._speeds()
         best = max(speeds, key=lambda width: speeds[width])

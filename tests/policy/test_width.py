@@ -12,6 +12,7 @@ from dflash_mlx.policy.confidence import Confidence, ConfidentWidth
 from dflash_mlx.policy.pauses import Pauses
 from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, SteadyTree, TreesOrChains, choose_policy
 from dflash_mlx.policy.width import (
+    FADE,
     AcceptanceEstimate,
     FixedWidth,
     RoundCosts,
@@ -98,8 +99,18 @@ def test_estimate_is_exact_where_it_has_seen_much():
         accepted = 0
         while accepted < 5 and rng.random() < 0.5:
             accepted += 1
-        estimate.observe(5, accepted)
+        estimate.observe(5, [accepted])
     assert estimate.expected_tokens(3)[3] == pytest.approx(1 + 0.5 + 0.25 + 0.125, abs=0.35)
+
+
+def test_lanes_of_a_round_are_counted_together():
+    """Four lanes, of which one accepts none, one a single draft, and two all of three; places beyond were not tried."""
+    estimate = AcceptanceEstimate()
+    estimate.observe(3, [0, 1, 3, 3])
+    assert (estimate.tried, estimate.kept) == ([4.0, 3.0, 2.0], [3.0, 2.0, 2.0])
+    estimate.observe(1, [1, 2])
+    assert estimate.tried == pytest.approx([4 * FADE + 2, 3 * FADE, 2 * FADE])
+    assert estimate.kept == pytest.approx([3 * FADE + 2, 2 * FADE, 2 * FADE])
 
 
 def test_estimates_merge_by_how_often_each_position_was_tried():
