@@ -54,6 +54,7 @@ def quick_measuring() -> Iterator[None]:
     """What a round costs is measured for as short as can be: 6 seconds for each of hundreds of tiny pairs add up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "_SECONDS_A_WIDTH", 0.01)
+        patch.setattr(timing, "_SECONDS_A_WAITING_KIND", 0.01)
         patch.setattr(costs, "_SECONDS_TO_SPEND", 0.5)
         patch.setattr(costs, "_AGREEING", 1)
         patch.setattr(group_costs, "_SECONDS_A_TURN", 0.01)

@@ -16,25 +16,28 @@ from dflash_mlx.decoding.tree import wide_sizes
 from dflash_mlx.drafters.contract import Drafter
 from dflash_mlx.policy.group import rising
 from dflash_mlx.policy.stored import UNUSABLE, fingerprint, read_json, store, table_of
-from dflash_mlx.policy.timing import Rounds, Timer
+from dflash_mlx.policy.timing import PLAIN, Rounds, Timer
 from dflash_mlx.policy.trees_or_chains import MOST_GAIN, PairCosts
 from dflash_mlx.policy.width import DEPTHS, SHALLOW, STEEP, FixedWidth, RoundCosts
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
-_SCHEMA = 25
+_SCHEMA = 26
 # On CUDA rounds are timed after so many tokens, too, since on a fast GPU attention shows only there; unless caches of
 # one answer then take more than this share of the memory.
 _FURTHER, _MOST_MEMORY = (3840, 16128), 0.02
-# A round this much slower than a wider one, or than in another turn, was disturbed.
-_DISTURBED = 1.25
-# Everything is measured in turns, until so many have found the same; in so many at the most, and then in half of them
-# where they take as many seconds.
-_AGREEING, _MOST_TURNS, _LONG = 2, 8, 20.0
+# A round this much slower than in another turn was disturbed; so was one that is so much slower than a wider one. By
+# less it may be slower: 12 rows take OpenBLAS a fifth longer than 16.
+_DISTURBED, _IMPLAUSIBLE = 1.25, 1.4
+# Everything is measured in turns, until so many have found the same; in so many at the most, and in the second number
+# where they take as many seconds. Where rounds wait for drafts, one is enough in which their spread was small.
+_AGREEING, _MOST_TURNS, _MOST_LONG, _LONG = 2, 8, 3, 20.0
+_SMALL_SPREAD = 0.1
 # The share of rounds for which it need not be found twice.
 _MOST_FAR = 0.1
-# A turn takes a few times this long at most; widths not reached are interpolated.
-_SECONDS_TO_SPEND = 2.0
+# Where width costs much, a round of each width that is timed takes this long in all at the most, and a few times as long
+# where it costs little; other widths are interpolated.
+_SECONDS_TO_SPEND = 1.25
 # The fewest widths, a tree with more drafts than places among them, and the most where rounds do not wait for their
 # drafts: each may have to be compiled.
 _FEWEST, _FEW = 4, 10
@@ -63,13 +66,13 @@ def load_or_measure(
         report("measuring this machine (once for this pair)", None)
     turns: list[PairCosts] = []
     ends_at = time.perf_counter() + _LONG
-    while len(turns) < (_MOST_TURNS if time.perf_counter() < ends_at else _MOST_TURNS // 2) and not agree(turns):
+    while len(turns) < (_MOST_TURNS if time.perf_counter() < ends_at else _MOST_LONG) and not agree(turns):
         turns.append(measure(target, drafter, block_size=block_size))
     usual = alike(turns)
     costs = least(usual)
     # What other work on the machine has spoilt serves for now, and is not remembered.
-    good, costs = len(usual) >= _AGREEING and plausible(costs), _smoothed(costs)
-    costs.spread = statistics.median([times[1] / times[0] - 1 for times in _found_twice(usual)] or [0.0])
+    good, costs = (len(usual) >= _AGREEING or _is_steady(turns)) and plausible(costs), _smoothed(costs)
+    costs.spread = statistics.median(turn.spread for turn in usual)
     if good:
         kinds = {"chains": _to_json(costs.chains), "trees": _to_json(costs.trees) if costs.trees else None}
         store(name, {**kinds, "spread": costs.spread})
@@ -98,11 +101,25 @@ def alike(turns: Sequence[PairCosts]) -> list[PairCosts]:
 
 
 def agree(turns: Sequence[PairCosts]) -> bool:
-    """Whether enough turns timed the same rounds, and found for each round about the least time twice."""
+    """Whether enough turns timed the same rounds, and found for each round about the least time twice; or one did."""
+    if _is_steady(turns):
+        return True
     usual = alike(turns)
     twice = _found_twice(usual)
     far = sum(times[1] > _DISTURBED * times[0] for times in twice)
     return len(usual) >= _AGREEING and far <= _MOST_FAR * len(twice) and plausible(least(usual))
+
+
+def _is_steady(turns: Sequence[PairCosts]) -> bool:
+    """Whether one turn was enough: width costs much, in the rounds that wait, too, and these had a small spread.
+
+    Where width costs little, rounds are quick, and so is another turn.
+    """
+    if len(turns) != 1 or not turns[0].chains.steep:
+        return False
+    kind = turns[0].trees or turns[0].chains
+    wide, narrow = kind.round(kind.places or max(kind.round_seconds)), kind.round(1, drafted=1)
+    return wide > STEEP * narrow and turns[0].spread <= _SMALL_SPREAD and plausible(turns[0])
 
 
 def _found_twice(turns: Sequence[PairCosts]) -> list[list[float]]:
@@ -152,7 +169,7 @@ def plausible(costs: PairCosts) -> bool:
     """Whether no round is measured as much slower than a wider one, which would be other programs' doing."""
     tables = [kind.round_seconds for kind in (costs.chains, costs.trees) if kind is not None]
     return all(
-        table[narrow] <= _DISTURBED * table[wide]
+        table[narrow] <= _IMPLAUSIBLE * table[wide]
         for table in tables
         for narrow in table
         for wide in table
@@ -169,17 +186,16 @@ def measure(target: Target, drafter: Drafter, *, block_size: int) -> PairCosts:
     """
     places, timer = block_size - 1, Timer(target, drafter)
     tree = [FixedWidth(places, places=places)] if can_branch(target, drafter) else []
-    depths = _depths(target)
-    after = [Rounds(FixedWidth(0), depth) for depth in depths]
-    plain, narrow, wide, *others = timer.rounds([*map(Rounds, [*map(FixedWidth, (0, 1, places)), *tree]), *after])
-    branched, plain_after = others[: len(tree)], dict(zip(depths, others[len(tree) :], strict=True))
+    plain, narrow, wide, *branched = timer.rounds(
+        [Rounds(kind) for kind in (*map(FixedWidth, (0, 1, places)), *tree)]
+    ).times
     steep, chains = wide > STEEP * narrow, {0: plain, 1: narrow, places: wide}
     trees = {0: plain, places: branched[0]} if branched and branched[0] <= MOST_GAIN * wide else {}
     costs = PairCosts(
         RoundCosts(chains, {}, steep=steep),
         RoundCosts(trees, {}, steep=steep, places=places) if trees else None,
     )
-    (_measure_waiting if steep else _measure_queued)(costs, places, timer, plain_after)
+    costs.spread = (_measure_waiting if steep else _measure_queued)(costs, places, timer, _depths(target))
     return costs
 
 
@@ -204,8 +220,11 @@ def _has_room(target: Target, depth: int) -> bool:
     return needed <= _MOST_MEMORY * backend().memory_bytes
 
 
-def _measure_queued(costs: PairCosts, places: int, timer: Timer, plain_after: dict[int, float]) -> None:
-    """Where width costs little: a few widths of chains, and sizes of trees. After a long context fewer, if any."""
+def _measure_queued(costs: PairCosts, places: int, timer: Timer, depths: Sequence[int]) -> float:
+    """Where width costs little: a few widths of chains, and sizes of trees. After a long context fewer, if any.
+
+    Returns the rounds' spread, as `_measure_waiting` does.
+    """
     kinds = [kind for kind in (costs.chains, costs.trees) if kind is not None]
     # Each is timed for a few rounds, and some more to warm up.
     rounds = _SECONDS_TO_SPEND / costs.chains.round_seconds[places] / _ROUNDS_EACH
@@ -219,49 +238,52 @@ def _measure_queued(costs: PairCosts, places: int, timer: Timer, plain_after: di
         return {width: Rounds(FixedWidth(width, places=kind.places if width else 0), depth) for width in own}
 
     tables = [
-        {depth: asked(kind, few if depth > SHALLOW else widths, depth) for depth in (SHALLOW, *plain_after)}
+        {depth: asked(kind, few if depth > SHALLOW else widths, depth) for depth in (SHALLOW, *depths)}
         for kind in kinds
     ]
     # All in the same turns, since it is by their differences that widths, and lengths of context, are compared.
     together = list(dict.fromkeys(each for of_kind in tables for table in of_kind.values() for each in table.values()))
-    seconds = dict(zip(together, timer.rounds(together), strict=True))
+    found = timer.rounds(together)
+    seconds = dict(zip(together, found.times, strict=True))
     for kind, of_kind in zip(kinds, tables, strict=True):
         kind.deeper = {depth: {w: seconds[each] for w, each in table.items()} for depth, table in of_kind.items()}
         kind.round_seconds, kind.draft_seconds = kind.deeper.pop(SHALLOW), drafts
+    return found.spread
 
 
-def _measure_waiting(costs: PairCosts, places: int, timer: Timer, plain_after: dict[int, float]) -> None:
+def _measure_waiting(costs: PairCosts, places: int, timer: Timer, depths: Sequence[int]) -> float:
     """Where width costs much, and in steps: many numbers of drafts, or as many as there is time for."""
     kind = costs.trees or costs.chains
     affordable = max(_FEWEST, int(_SECONDS_TO_SPEND / kind.round_seconds[places]))
     wide, widest = wide_sizes(places)
     widths = [width for width in _order(places) if width <= places or (kind.places and width == wide)][:affordable]
     drafts = {width: timer.draft(width) for width in widths if width <= places}
-
-    def seconds(widths: Sequence[int], depth: int) -> dict[int, float]:
-        """Of rounds, a chain's with a draft of its own width, or of all places where none of it is verified.
-
-        All were made after a draft of all places.
-        """
-        times = timer.in_turns(widths, places=places, tree=widest if kind.places else 0, depth=depth)
-        return times if kind.places else {w: times[w] - drafts[places] + drafts[w or places] for w in widths}
-
-    plain, times = kind.round_seconds[0], seconds([0, *widths], SHALLOW)
+    few = sorted({1, places} & set(widths))
+    asked = {SHALLOW: [PLAIN, 0, *widths], **{depth: [PLAIN, *few] for depth in depths}}
+    tree = widest if kind.places else 0
+    found, spread = timer.waiting(asked, places=places, tree=tree)
     # Waiting takes time beyond that of the draft.
-    waited = max(0.0, times[0] - plain - drafts[places])
+    waited = max(0.0, found[SHALLOW].pop(0) - found[SHALLOW][PLAIN] - drafts[places])
     costs.chains.draft_seconds = kind.draft_seconds = {width: draft + waited for width, draft in drafts.items()}
-    kind.round_seconds = times | {0: plain}
+
+    def seconds(times: dict[int, float]) -> dict[int, float]:
+        """A chain's rounds with a draft of its own width; all were made after a draft of all places."""
+        plain = times.pop(PLAIN)
+        return {0: plain} | (times if kind.places else {w: times[w] - drafts[places] + drafts[w] for w in times})
+
+    kind.deeper = {depth: seconds(times) for depth, times in found.items()}
+    kind.round_seconds = kind.deeper.pop(SHALLOW)
     if kind.round_seconds.get(wide, math.inf) < STEEP * kind.round_seconds[places]:
-        kind.round_seconds |= seconds([widest], SHALLOW)
-    few = sorted({1, places // 2, places} & set(widths))
-    kind.deeper = {depth: {0: plain, **seconds(few, depth)} for depth, plain in plain_after.items()}
+        more = timer.waiting({SHALLOW: [places, widest]}, places=places, tree=tree)[0][SHALLOW]
+        kind.round_seconds[widest] = kind.round_seconds[places] * more[widest] / more[places]
+    return spread
 
 
 def _order(places: int) -> list[int]:
     """Numbers of drafts in the order in which they are measured, the most telling ones first."""
     wide, widest = wide_sizes(places)
     # Kernels take rows in fours, fives, eights or sixteens, and one row more may take another pass over the weights.
-    order = [places, 1, places // 2, wide, 3, widest, 2, 5, 4, 11, 8, 9, 12]
+    order = [places, 1, places // 2, wide, 3, widest, 11, 5, 2, 4, 8, 9, 12]
     return [width for width in dict.fromkeys(order) if 0 < width <= places or width in (wide, widest)]
 
 

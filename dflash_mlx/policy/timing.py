@@ -5,9 +5,8 @@ A round's time depends on shapes and not on what is computed, so the context is 
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -31,14 +30,16 @@ _FEWEST_TURNS, _MOST_TURNS = 3, 10
 # How long the rounds of a turn are timed, and the most of them.
 _SECONDS_A_TURN, _MOST_TIMED = 0.05, 5
 _SECONDS_A_WIDTH = 0.3
+# The same where each turn has but one that counts.
+_SECONDS_A_WAITING_KIND = 1.25
 # A computer is slower for a while, and never faster: of several times, the one counts that this share of them is below.
 _LOW = 0.2
 # By so many steps the kinds' times are found, and comparisons that are off by less than this are all as good.
 _FITS, _NEAR = 30, 0.01
 # Drafts that are timed.
 _TIMED_DRAFTS = 3
-# Of those that change their width every few rounds.
-_TIMED_IN_TURN = 2
+# In the place of a width: a round without drafts.
+PLAIN = -1
 # One round that takes this long is enough: other work changes it little.
 _LONG_ROUND = 0.5
 # No answer ends before it was timed.
@@ -68,13 +69,13 @@ class Timer:
     def __init__(self, target: Target, drafter: Drafter) -> None:
         self.target, self.drafter = target, drafter
 
-    def rounds(self, kinds: Sequence[Rounds]) -> list[float]:
+    def rounds(self, kinds: Sequence[Rounds]) -> Compared:
         """Rounds of some kinds, which take turns of a few rounds each."""
         engines = [self._warm(*kind) for kind in kinds]
-        times = taking_turns([partial(_some_seconds_of, engine) for engine in engines]).times
+        found = taking_turns([partial(_some_seconds_of, engine) for engine in engines])
         for engine in engines:
             _end(engine)
-        return times
+        return found
 
     def _warm(self, policy: FixedWidth, depth: int) -> Engine:
         """An answer with such rounds, which has begun."""
@@ -84,20 +85,29 @@ class Timer:
             engine.advance()
         return engine
 
-    def in_turns(self, widths: Sequence[int], *, places: int, tree: int, depth: int = SHALLOW) -> dict[int, float]:
-        """Rounds of each width, of chains or of a tree of at most so many drafts. All wait for drafts of all places.
+    def waiting(
+        self, widths: Mapping[int, Sequence[int]], *, places: int, tree: int
+    ) -> tuple[dict[int, dict[int, float]], float]:
+        """Rounds of chains or of a tree of at most so many drafts, by tokens of context and width; and their spread.
 
-        A round's time is that between two looks at its like: on its way there the next one is launched, and MLX may
-        take until then to do the first.
+        widths: by tokens of context. All wait for drafts of all places, those of width 0, too; those of `PLAIN` do not
+        draft. All take turns.
         """
-        policy = _InTurns([width for width in widths for _ in range(1 + _TIMED_IN_TURN)], places=places, tree=tree)
-        engine = self._engine(policy, depth)
-        # The prompt's own round, at whose end the first one is launched.
-        engine.advance()
-        times = [_seconds_of(engine.advance) for _ in policy.widths]
-        _end(engine)
-        kinds = list(zip(times, pairwise(policy.widths), strict=False))
-        return {width: statistics.mean(took for took, kind in kinds if kind == (width, width)) for width in widths}
+        kinds: list[Callable[[], list[float]]] = []
+        engines = []
+        for depth, asked in widths.items():
+            # Before the first ones other answers had rounds, so that one more of them is made.
+            policy = _InTurns([asked[0], *(width for width in asked for _ in range(2))], places=places, tree=tree)
+            engine = self._engine(policy, depth)
+            # The prompt's own round, at whose end the first one is launched.
+            engine.advance()
+            kinds += [partial(_one_like_the_next, engine, first=i == 0) for i in range(len(asked))]
+            engines.append(engine)
+        found = taking_turns(kinds, seconds=_SECONDS_A_WAITING_KIND)
+        for engine in engines:
+            _end(engine)
+        times = iter(found.times)
+        return {depth: dict(zip(asked, times, strict=False)) for depth, asked in widths.items()}, found.spread
 
     def draft(self, places: int) -> float:
         """A draft with its candidates, alone; less than the difference between two rounds, which overlap."""
@@ -184,6 +194,20 @@ def _low(times: Iterable[float]) -> float:
     return known[int(_LOW * len(known))]
 
 
+def _one_like_the_next(engine: Engine, *, first: bool) -> list[float]:
+    """The time of a round after which one of its kind is launched: that between two looks at its like.
+
+    On its way to the second look the next one is launched, and MLX may take until then to do the first. Then another
+    round of the kind is made, after which one of the next kind is launched.
+    """
+    if first:
+        mx.synchronize()
+        engine.advance()
+    seconds = _seconds_of(engine.advance)
+    engine.advance()
+    return [seconds]
+
+
 def _some_seconds_of(engine: Engine) -> list[float]:
     """The times of a few rounds; not of the first one, for which nothing was launched ahead."""
     # What others have launched ahead comes before.
@@ -212,7 +236,7 @@ def _end(engine: Engine) -> None:
 
 
 class _InTurns:
-    """Rounds of these widths, one after another."""
+    """Rounds of these widths, one after another, again and again."""
 
     def __init__(self, widths: Sequence[int], *, places: int, tree: int) -> None:
         self.widths, self.places, self.tree = widths, places, tree
@@ -220,6 +244,9 @@ class _InTurns:
         self._next = 0
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
+        if self.widths[self._next % len(self.widths)] == PLAIN:
+            self._next += 1
+            return Choice(0)
         return Choice(self.places, tree=self.tree if may_branch else 0)
 
     def choose(self, forecast: Forecast) -> int:

@@ -34,8 +34,8 @@ _SLOW_FADE, _PRIOR_TOKENS = 0.98, 100.0
 class PairCosts:
     """What rounds of chains and, where the target takes them and they may pay, of trees cost.
 
-    They drift together: what slows one kind slows the other, and only one is timed at a time. spread: by which share
-    the two least times that were measured for a round differ, the median over rounds.
+    They drift together: what slows one kind slows the other, and only one is timed at a time. spread: of the rounds
+    that were measured, as in `timing.Compared`.
     """
 
     chains: RoundCosts

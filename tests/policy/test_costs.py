@@ -7,6 +7,7 @@ import pytest
 from tiny import tiny_drafter, tiny_target
 
 from dflash_mlx.policy import costs
+from dflash_mlx.policy.timing import PLAIN, Compared
 from dflash_mlx.policy.trees_or_chains import PairCosts
 from dflash_mlx.policy.width import DEPTHS, SHALLOW, RoundCosts
 from dflash_mlx.runtime import backend
@@ -33,16 +34,20 @@ class Machine:
         self.seconds = seconds
 
     def rounds(self, kinds):
-        return [self.seconds(p.width, branches=p.branches, waits=p.waits, depth=depth) for p, depth in kinds]
+        times = [self.seconds(p.width, branches=p.branches, waits=p.waits, depth=depth) for p, depth in kinds]
+        return Compared(times, 0.02)
 
-    def in_turns(self, widths, *, places, tree, depth):
+    def waiting(self, widths, *, places, tree):
         """After a draft of all places."""
         more = 0 if tree else self.draft(places)
-        return {
-            width: self.seconds(width, branches=tree > 0, waits=True, depth=depth)
-            + (more - self.draft(width) if more else 0)
-            for width in widths
-        }
+
+        def after(depth, width):
+            if width == PLAIN:
+                return self.seconds(0, branches=False, waits=False, depth=depth)
+            took = self.seconds(width, branches=tree > 0, waits=True, depth=depth)
+            return took + (more - self.draft(width) if more and width else more)
+
+        return {depth: {width: after(depth, width) for width in asked} for depth, asked in widths.items()}, 0.03
 
     def draft(self, places):
         return 0.1 + 0.01 * places
@@ -290,8 +295,6 @@ def test_of_turns_the_least_figures_count_and_two_have_to_agree(load, tmp_path, 
     turns += [PairCosts(chains(1.0, 5.0, 1.4)), PairCosts(chains(1.1, 1.2, 3.0)), PairCosts(chains(1.3, 1.4, 1.6))]
     found = load()
     assert found.chains.round_seconds == {0: 1.0, 1: 1.2, 7: 1.4}
-    # The second least times are a tenth, a sixth and a seventh longer.
-    assert found.spread == pytest.approx(1 / 7)
     assert not turns
     assert load() == found
 
@@ -309,7 +312,29 @@ def test_a_measurement_that_takes_long_ends_sooner(load, turns, monkeypatch):
     monkeypatch.setattr(costs, "_LONG", 0.0)
     turns += [PairCosts(chains(1.0 * 1.5**i, 1.1 * 1.5**i, 1.2 * 1.5**i)) for i in range(8)]
     load()
-    assert len(turns) == 4
+    assert len(turns) == 8 - 3
+
+
+@pytest.mark.parametrize(
+    ("steep", "spread", "narrow", "enough"),
+    [
+        (True, 0.05, 1.2, True),
+        (True, 0.3, 1.2, False),
+        (False, 0.05, 1.2, False),
+        # As wide rounds took then, and longer than they can.
+        (True, 0.05, 1.6, False),
+        (True, 0.05, 2.6, False),
+    ],
+)
+def test_one_turn_is_enough_where_width_costs_much_and_nothing_disturbed_it(
+    steep, spread, narrow, enough, load, tmp_path, turns
+):
+    """It compares all rounds with others right before them."""
+    turns += [PairCosts(chains(1.0, narrow, 1.7, steep=steep), spread=spread)] * 8
+    found = load()
+    assert (len(turns) == 7) == enough
+    assert found.spread == pytest.approx(spread)
+    assert bool(stored(tmp_path)) == (narrow < 2.0)
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -11,7 +11,7 @@ from tiny import mostly_slow, tiny_drafter, tiny_eagle3, tiny_target
 from tiny_families import FAMILY_CONFIGS, family_target, unavailable
 
 from dflash_mlx.policy import timing
-from dflash_mlx.policy.timing import Rounds, Timer, compared
+from dflash_mlx.policy.timing import PLAIN, Rounds, Timer, compared
 from dflash_mlx.policy.width import FixedWidth
 
 
@@ -55,7 +55,7 @@ def test_as_many_rounds_are_timed_as_are_telling(seconds, turns, timed, kind, wa
     monkeypatch.setattr(timing, "backend", lambda: SimpleNamespace(kind=kind))
     # Other tests measure for a shorter time.
     monkeypatch.setattr(timing, "_SECONDS_A_WIDTH", 0.2)
-    assert timer.rounds([Rounds(FixedWidth(1))]) == pytest.approx([seconds])
+    assert timer.rounds([Rounds(FixedWidth(1))]).times == pytest.approx([seconds])
     assert rounds == {1: 1 + warm_up + turns * (1 + timed), 3: 0}
 
 
@@ -72,7 +72,7 @@ def test_a_computer_that_becomes_slower_for_a_while_is_so_for_all_kinds(seed, ti
 
     engine_of(monkeypatch, advance)
     monkeypatch.setattr(timing, "_SECONDS_A_WIDTH", 0.2)
-    found = timer.rounds([Rounds(FixedWidth(width)) for width in (0, 1, 2)])
+    found = timer.rounds([Rounds(FixedWidth(width)) for width in (0, 1, 2)]).times
     assert found[1] / found[0] == pytest.approx(4 / 3, rel=0.04)
     assert found[2] / found[0] == pytest.approx(5 / 3, rel=0.04)
     # It may have been slow throughout.
@@ -109,17 +109,27 @@ def test_the_spread_is_the_usual_distance_of_comparisons():
 @pytest.mark.parametrize("tree", [0, 7])
 def test_a_time_belongs_to_the_width_that_it_was_measured_with(early, tree, timer, monkeypatch):
     """Whatever part of a round is done while it is launched, before the one before it was looked at."""
-    clock, widths, launched = Clock(monkeypatch), [3, 1, 7, 2], []
+    clock, widths, launched = Clock(monkeypatch), {64: [PLAIN, 3, 1, 7, 2], 512: [5, PLAIN]}, {}
 
-    def advance(policy):
+    def advance(policy, depth):
         choice = policy.next_round(may_branch=True)
-        assert (choice.places, choice.tree, choice.waits) == (7, tree, True)
-        launched.append(policy.choose(None))
-        before = launched[-2] if len(launched) > 1 else 0
-        clock.now += early * launched[-1] + (1 - early) * before
+        if choice.places:
+            assert (choice.places, choice.tree, choice.waits) == (7, tree, True)
+        mine = launched.setdefault(depth, [])
+        mine.append(1 + policy.choose(None) if choice.places else 0.5)
+        # Other answers had rounds in the meantime, so that the first round of these is over when they go on.
+        waited = 0.0 if advance.last != depth else (1 - early) * mine[-2]
+        clock.now += (depth / 64) * (early * mine[-1] + waited)
+        advance.last = depth
 
-    engine_of(monkeypatch, advance)
-    assert timer.in_turns(widths, places=7, tree=tree) == pytest.approx({width: width for width in widths})
+    advance.last = None
+    make = lambda self, policy, depth: SimpleNamespace(advance=lambda: advance(policy, depth), lanes=[])  # noqa: E731
+    monkeypatch.setattr(Timer, "_engine", make)
+    found, spread = timer.waiting(widths, places=7, tree=tree)
+    expected = {64: {PLAIN: 0.5, 3: 4, 1: 2, 7: 8, 2: 3}, 512: {5: 48, PLAIN: 4}}
+    for depth, times in expected.items():
+        assert found[depth] == pytest.approx(times)
+    assert spread == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_drafts_time_is_the_median_after_the_first(timer, monkeypatch):
@@ -152,6 +162,11 @@ def test_rounds_of_every_family_can_be_timed(family):
     if reason := unavailable(family):
         pytest.skip(reason)
     timer = Timer(family_target(family), tiny_drafter())
-    assert min(timer.rounds([Rounds(FixedWidth(2), 40), Rounds(FixedWidth(0), 40), Rounds(FixedWidth(2), 90)])) > 0
+    assert (
+        min(timer.rounds([Rounds(FixedWidth(2), 40), Rounds(FixedWidth(0), 40), Rounds(FixedWidth(2), 90)]).times) > 0
+    )
     assert timer.draft(2) > 0
-    assert timer.in_turns([1, 3], places=3, tree=0, depth=40).keys() == {1, 3}
+    found, spread = timer.waiting({40: [PLAIN, 0, 1, 3], 90: [PLAIN, 3]}, places=3, tree=0)
+    assert {depth: list(times) for depth, times in found.items()} == {40: [PLAIN, 0, 1, 3], 90: [PLAIN, 3]}
+    assert all(seconds > 0 for times in found.values() for seconds in times.values())
+    assert spread >= 0
