@@ -35,8 +35,8 @@ _AGREEING, _MOST_TURNS, _MOST_LONG, _LONG = 2, 8, 3, 20.0
 _SMALL_SPREAD = 0.1
 # The share of rounds for which it need not be found twice.
 _MOST_FAR = 0.1
-# Where width costs much, a round of each width that is timed takes this long in all at the most, and a few times as long
-# where it costs little; other widths are interpolated.
+# Where width costs much, a round of each width that is timed takes this long in all at the most; where it costs little,
+# a few times as long. Other widths are interpolated.
 _SECONDS_TO_SPEND = 1.25
 # The fewest widths, a tree with more drafts than places among them, and the most where rounds do not wait for their
 # drafts: each may have to be compiled.
