@@ -215,11 +215,11 @@ def _some_seconds_of(engine: Engine) -> list[float]:
     return some_times(engine.advance, seconds=_SECONDS_A_TURN)
 
 
-def some_times(work: Callable[[], object], *, seconds: float, fewest: int = 1) -> list[float]:
+def some_times(work: Callable[[], object], *, seconds: float) -> list[float]:
     """Some times of what is done, which is done once before; more of what is quick, about so many seconds together."""
     work()
     times: list[float] = []
-    while len(times) < fewest or (len(times) < _MOST_TIMED and len(times) * min(times) < seconds):
+    while not times or (len(times) < _MOST_TIMED and len(times) * min(times) < seconds):
         times.append(_seconds_of(work))
     return times
 
