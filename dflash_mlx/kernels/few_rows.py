@@ -95,11 +95,13 @@ def use_where_faster(
     if before is not None:
         target.assume(rows=before.rows, trees=before.trees)
     notes: list[str] = []
+
+    def run() -> None:
+        mx.eval(_launch(target, drafter, _rows(drafter)))
+
     if kernels:
         products, notes = quantized_rows.use_where_faster(models, head=target.head_module, report=report)
-        attention, more = rows_attention.use_where_faster(
-            models, lambda: mx.eval(_launch(target, drafter, _rows(drafter))), report=report
-        )
+        attention, more = rows_attention.use_where_faster(models, run, report=report)
         target.kernels, notes = "; ".join(filter(None, (products, attention))), notes + more
     layers = _layers(target, drafter) if kernels and kind == "cuda" and drafter is not None else []
     if layers and tree_steps.work(activation_dtype(target.model)):
@@ -113,7 +115,7 @@ def use_where_faster(
 
     if layers:
         switch(_ORDINARY)
-        groups = called_together(layers, lambda: mx.eval(_launch(target, drafter, _rows(drafter))))
+        groups = called_together(layers, run)
     if before is not None and before.kernels == target.kernels:
         way = before.way
     else:

@@ -1,5 +1,6 @@
 """What the parts of a shared round cost on this machine: measured once for a pair and remembered on disk."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -103,7 +104,8 @@ def measure_group(target: Target, drafter: Drafter, *, places: int, most_lanes: 
         engine = Engine(target, drafter, policy=policy)
         engine.join_all(batch)
         seconds, spread = _round_seconds(engine, policy, drafts)
-        spreads.append(spread)
+        if math.isfinite(spread):
+            spreads.append(spread)
         # Drafting never makes a round shorter: where one without seems to be longer, it was disturbed.
         plain[lanes] = min(seconds.values())
         del seconds[0]

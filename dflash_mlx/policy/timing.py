@@ -3,6 +3,7 @@
 A round's time depends on shapes and not on what is computed, so the context is rows of zeros and nothing is read.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +50,7 @@ _TOKENS = 1 << 20
 class Compared(NamedTuple):
     """Seconds that some kinds of work take, and the usual distance of a comparison of two of them from the others.
 
-    spread: as a logarithm, 0.1 for about 10 %.
+    spread: as a logarithm, 0.1 for about 10 %; infinite after a single turn, which tells nothing of it.
     """
 
     times: list[float]
@@ -186,7 +187,9 @@ def compared(turns: Sequence[Sequence[Sequence[float]]]) -> Compared:
         times = np.linalg.lstsq(design * root[:, None], steps * root, rcond=None)[0]
         weights = 1.0 / np.maximum(np.abs(design @ times - steps), _NEAR)
     off = np.abs(design @ times - steps)
-    return Compared(np.exp(times + _low(seen - times[kinds])).tolist(), float(np.median(off)) if len(off) else 0.0)
+    return Compared(
+        np.exp(times + _low(seen - times[kinds])).tolist(), float(np.median(off)) if len(turns) > 1 else math.inf
+    )
 
 
 def _low(times: Iterable[float]) -> float:

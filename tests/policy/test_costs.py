@@ -1,5 +1,6 @@
 """Costs of a round: measured by real rounds, remembered on disk, and not when something disturbed them."""
 
+import math
 from dataclasses import replace
 
 import mlx.core as mx
@@ -320,6 +321,8 @@ def test_a_measurement_that_takes_long_ends_sooner(load, turns, monkeypatch):
     [
         (True, 0.05, 1.2, True),
         (True, 0.3, 1.2, False),
+        # Of such slow rounds that there was one of each.
+        (True, math.inf, 1.2, False),
         (False, 0.05, 1.2, False),
         # As wide rounds took then, and longer than they can.
         (True, 0.05, 1.6, False),

@@ -93,7 +93,7 @@ def test_a_computer_that_is_slow_most_of_the_time_changes_little(kinds, seed):
 
 
 def test_turns_are_compared_by_how_fast_the_computer_was():
-    assert compared([[[3.0]]]) == (pytest.approx([3.0]), 0.0)
+    assert compared([[[3.0]]]) == (pytest.approx([3.0]), math.inf)
     slow_later = [[[1.0, 1.0], [4.0, 4.0]], [[1.5, 9.0], [6.0, 6.0]], [[2.0, 2.0], [8.0, 9.0]]]
     assert compared(slow_later).times == pytest.approx([1.0, 4.0], rel=0.02)
 
@@ -119,16 +119,16 @@ def test_a_time_belongs_to_the_width_that_it_was_measured_with(early, tree, time
         mine.append(1 + policy.choose(None) if choice.places else 0.5)
         # Other answers had rounds in the meantime, so that the first round of these is over when they go on.
         waited = 0.0 if advance.last != depth else (1 - early) * mine[-2]
-        clock.now += (depth / 64) * (early * mine[-1] + waited)
+        clock.now += 0.001 * (depth / 64) * (early * mine[-1] + waited)
         advance.last = depth
 
     advance.last = None
     make = lambda self, policy, depth: SimpleNamespace(advance=lambda: advance(policy, depth), lanes=[])  # noqa: E731
     monkeypatch.setattr(Timer, "_engine", make)
     found, spread = timer.waiting(widths, places=7, tree=tree)
-    expected = {64: {PLAIN: 0.5, 3: 4, 1: 2, 7: 8, 2: 3}, 512: {5: 48, PLAIN: 4}}
-    for depth, times in expected.items():
-        assert found[depth] == pytest.approx(times)
+    milliseconds = {64: {PLAIN: 0.5, 3: 4, 1: 2, 7: 8, 2: 3}, 512: {5: 48, PLAIN: 4}}
+    for depth, times in milliseconds.items():
+        assert found[depth] == pytest.approx({width: 0.001 * time for width, time in times.items()})
     assert spread == pytest.approx(0.0, abs=1e-6)
 
 
