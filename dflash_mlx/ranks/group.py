@@ -127,8 +127,7 @@ class Group:
                 for channel in self.channels:
                     channel.close()
                 self.send({"end": reason})
-            with suppress(OSError):
-                print(f"error: {reason}; all ranks stop. Start them again.", file=sys.stderr)
+            _say_alone(f"error: {reason}; all ranks stop. Start them again.")
             _leave(1)
 
 
@@ -174,6 +173,20 @@ def _address_of_rank_0() -> str:
     if "MLX_JACCL_COORDINATOR" in os.environ:
         return os.environ["MLX_JACCL_COORDINATOR"].rpartition(":")[0]
     return os.environ.get("NCCL_HOST_IP", "127.0.0.1")
+
+
+def _say_alone(line: str) -> None:
+    """Write a last line to stderr. After it nothing more is written there.
+
+    MLX reports lost connections there from threads of its own, in pieces, which would otherwise tear the line apart.
+    """
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+        number = sys.stderr.fileno()
+        kept = os.dup(number)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        # A line of MLX's may have been begun, or one of an answer.
+        os.write(kept, f"\n{line}\n".encode())
 
 
 def _leave(code: int) -> NoReturn:

@@ -39,6 +39,8 @@ SECONDS_OF_ANSWERS = 1200 + 60 * ANSWERS
 THERE = [name for name in FAMILY_CONFIGS if unavailable(name) is None]
 # Tokens of a client's answer.
 LENGTH = 10
+# What MLX says when another rank is gone, in three pieces.
+PEER = "[ring] Socket 5 was closed by the peer"
 # How soon all ranks must have ended after one of them has died.
 SECONDS = 10.0
 
@@ -277,6 +279,14 @@ def test_when_a_rank_dies_the_others_end(kind, what, victim, folder, request):
         [said] = [line for line in err.splitlines() if line.startswith("error: ")]
         assert f"rank {victim}" in said
         assert "all ranks stop" in said
+
+
+def test_why_the_ranks_end_is_not_torn_apart_by_what_mlx_says_of_its_connections():
+    done = subprocess.run(program("torn.py"), capture_output=True, text=True)
+    *before, begun, said = done.stderr.splitlines()
+    assert (done.returncode, said) == (1, "error: no memory; all ranks stop. Start them again.")
+    assert begun in ("", "[ring] Socket ", "[ring] Socket 5 ", PEER)
+    assert set(before) == {PEER}
 
 
 @pytest.mark.model
