@@ -17,8 +17,9 @@ from dflash_mlx.targets.target import Target
 if TYPE_CHECKING:
     from dflash_mlx.drafters.dflash import DFlashDrafter
 
-# While nothing is drafted, the features of up to so many rounds wait for the drafter.
-_MOST_WAITING = 64
+# While nothing is drafted, the features of up to so many rounds wait for the drafter. They are put together by so many,
+# since each time is one more launch for the computer.
+_MOST_WAITING, _TOGETHER = 64, 8
 
 
 class DFlashState(RowState):
@@ -29,10 +30,11 @@ class DFlashState(RowState):
         self.drafter, self.target = drafter, target
         self._passes = target.passes_of(drafter, _Passes)
         self.vocabulary = self._passes.vocabulary
-        # The features of a block, or of single tokens, (B, _MOST_WAITING, ...), and of how many; the positions of the
-        # first; and the most positions that a row has after them.
+        # The features of a block, or of single tokens, (B, _MOST_WAITING, ...), the newest apart, (B, 1, ...) each, and
+        # of how many altogether; the positions of the first; and the most positions that a row has after them.
         self._block: mx.array | None = None
         self._waiting: mx.array | None = None
+        self._newest: list[mx.array] = []
         self._count, self._at, self._room = 0, self.rows.lengths.value, 0
 
     @classmethod
@@ -61,22 +63,35 @@ class DFlashState(RowState):
 
     def _wait(self, features: mx.array) -> None:
         """Keep a token's features, (B, 1, ...), for later."""
-        if self._waiting is None:
-            batch, _, size = features.shape
-            self._waiting = mx.zeros((batch, _MOST_WAITING, size), dtype=features.dtype)
-        self._waiting[:, self._count : self._count + 1] = features
+        self._newest.append(features)
         self._count += 1
-        if self.target.replays:
-            # Now, by itself: as one of many operations later it would make each number of rounds a plan of its own.
-            mx.async_eval(self._waiting)
+        if len(self._newest) == _TOGETHER:
+            self._put_together()
         if self._count == _MOST_WAITING:
             self.absorb()
+
+    def _put_together(self) -> None:
+        """Put the newest features behind the others that wait."""
+        newest, self._newest = self._newest, []
+        if self._waiting is None:
+            batch, _, size = newest[0].shape
+            self._waiting = mx.zeros((batch, _MOST_WAITING, size), dtype=newest[0].dtype)
+        start = self._count - len(newest)
+        # One by one where they are fewer: where passes are replayed, each number would be a plan of its own.
+        for part in [mx.concatenate(newest, axis=1)] if len(newest) == _TOGETHER else newest:
+            self._waiting[:, start : start + part.shape[1]] = part
+            start += part.shape[1]
+            if self.target.replays:
+                # Now, by itself, for the same reason.
+                mx.async_eval(self._waiting)
 
     def absorb(self) -> None:
         """Turn the features that wait into keys and values."""
         if self._block is not None:
             block, self._block = self._block, None
             self._absorb(block)
+        if self._newest:
+            self._put_together()
         if self._waiting is not None:
             # Some more are taken in, and written over later, where each number would be written down and compiled anew.
             count = 1 << (self._count - 1).bit_length() if self.target.replays else self._count

@@ -92,6 +92,8 @@ class WithNgramState:
     def __init__(self, inner: DraftState, *, places: int, vocab_size: int) -> None:
         self.inner, self.text = inner, NgramState(always=False)
         self._places, self._vocab_size = places, vocab_size
+        # Drafted for each answer when several last were: a text's further drafts are not verified then.
+        self._shared_places = places
         self._kept: WeakKeyDictionary[Writer, _Kept] = WeakKeyDictionary()
 
     @property
@@ -109,10 +111,11 @@ class WithNgramState:
 
     def _by_text(self, writers: Sequence[Writer]) -> list[bool]:
         """For which answers the text drafts: where it promises more, if that makes up for the wait of all."""
+        places = self._places if len(writers) == 1 else self._shared_places
         told, gained, own = [], 0.0, 0.0
         for writer in writers:
             kept = self._kept_of(writer)
-            told.append(kept.told(self.text.lookup(writer), self._places))
+            told.append(kept.told(self.text.lookup(writer), places))
             if told[-1]:
                 gained += told[-1] - kept.mean
             if not isinstance(writer, Nobody):
@@ -129,6 +132,8 @@ class WithNgramState:
     def propose(
         self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False
     ) -> Drafted:
+        if len(writers) > 1:
+            self._shared_places = places
         chosen = self._by_text(writers)
         for writer, by_text in zip(writers, chosen, strict=True):
             self._kept_of(writer).begin(by_text=by_text)
@@ -195,9 +200,9 @@ class _Kept:
     def __init__(self) -> None:
         self.mean = _FIRST_KEPT
         self._kept = self._told = _FIRST_TOLD
-        # The text's length when it was last looked at; what it promised then, how much of it was equal, and what of the
-        # promise was told.
-        self._length = self._equal = 0
+        # The text's length when it was last looked at; what it promised then, for how many places, how much of it was
+        # equal, and what of the promise was told.
+        self._length = self._places = self._equal = 0
         self._promise = self._said = 0.0
         # What the round that was begun then verifies.
         self._drafts: Literal["text", "drafter", None] = None
@@ -216,7 +221,9 @@ class _Kept:
         grown = len(lookup.tokens) - self._length
         if grown:
             self._note(lookup, grown)
-            self._length, self._promise, self._equal = len(lookup.tokens), lookup.promise(places), lookup.length
+            self._length, self._equal = len(lookup.tokens), lookup.length
+        if grown or places != self._places:
+            self._places, self._promise = places, lookup.promise(places)
             told = self._promise * self.honesty
             self._said = told if 1 + told > _MARGIN * (1 + self.mean) else 0.0
         return self._said

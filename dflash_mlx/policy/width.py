@@ -119,8 +119,8 @@ class RoundCosts:
         return self.round(0)
 
     def worth(self, kept: float, width: int) -> float:
-        """How many times as fast as plain decoding a round of this width is that keeps so many drafts."""
-        return (1.0 + kept) * self.plain / self.round(width)
+        """How many times as fast as plain decoding a round of this width is that keeps so many drafts; 0 for none."""
+        return (1.0 + kept) * self.plain / self.round(width) if kept else 0.0
 
     def _draft(self, width: int) -> float:
         return _interpolate(self.draft_seconds, width) if width else 0.0

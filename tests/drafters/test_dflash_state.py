@@ -61,7 +61,7 @@ def test_it_never_waits_for_the_host():
 
 
 @pytest.mark.parametrize("replays", [False, True], ids=["each shape", "few shapes"])
-@pytest.mark.parametrize(("waiting", "few"), [(1, 1), (2, 2), (11, 16), (64, None), (67, 4), (251, 64)])
+@pytest.mark.parametrize(("waiting", "few"), [(1, 1), (2, 2), (8, 8), (11, 16), (64, None), (67, 4), (251, 64)])
 def test_features_that_have_waited_are_taken_in_as_they_came(waiting, few, replays, monkeypatch):
     """In few shapes: with some more, which are written over later, where each shape would be compiled."""
     drafter = tiny_drafter()

@@ -48,10 +48,10 @@ class Inner(SimpleNamespace):
         return Drafted(mx.broadcast_to(mx.arange(70, 70 + places), (len(writers), places)), logits)
 
 
-def proposed(state, *texts):
+def proposed(state, *texts, places=3):
     writers = [SimpleText(text) for text in texts]
     zeros = mx.zeros((len(texts),))
-    return state.propose(writers, zeros, zeros, 3, room=9), writers
+    return state.propose(writers, zeros, zeros, places, room=9), writers
 
 
 def test_a_text_that_repeats_itself_is_drafted_from_without_the_drafter():
@@ -80,10 +80,10 @@ def test_a_new_text_is_the_drafters():
 
 def test_answers_together_draft_in_different_ways():
     state = WithNgramState(Inner(), places=15, vocab_size=100)
-    drafted, writers = proposed(state, NEW, REPEATS)
-    assert drafted.tokens.tolist() == [[70, 71, 72], [12, 13, 14]]
+    drafted, writers = proposed(state, NEW, REPEATS, places=7)
+    assert drafted.tokens.tolist() == [[*range(70, 77)], [12, 13, 14, 15, 16, 17, 18]]
     chances = np.exp(np.array(drafted.confidence))
-    assert chances[0] == pytest.approx([0.5] * 3)
+    assert chances[0] == pytest.approx([0.5] * 7)
     assert (chances[1] > 0.7).all()
     assert state.outlook(writers) is Outlook.HOST
 
@@ -94,12 +94,25 @@ def test_many_answers_wait_for_the_text_of_one_only_if_that_pays(kind, others, w
     not count."""
     monkeypatch.setattr(with_ngram, "backend", lambda: SimpleNamespace(kind=kind))
     state = WithNgramState(Inner(), places=15, vocab_size=100)
-    drafted, writers = proposed(state, *[NEW] * others, REPEATS)
-    assert drafted.tokens[-1].tolist() == ([12, 13, 14] if worth_it else [70, 71, 72])
+    drafted, writers = proposed(state, *[NEW] * others, REPEATS, places=15)
+    assert drafted.tokens[-1, :3].tolist() == ([12, 13, 14] if worth_it else [70, 71, 72])
     assert state.outlook(writers) is (Outlook.HOST if worth_it else Outlook.DEVICE)
     zeros, padded = mx.zeros((len(writers) + 20,)), [*writers, *(Nobody() for _ in range(20))]
-    again = state.propose(padded, zeros, zeros, 3, room=9).tokens[others].tolist()
+    again = state.propose(padded, zeros, zeros, 15, room=9).tokens[others].tolist()
     assert again == drafted.tokens[-1].tolist()
+
+
+def test_together_a_text_promises_no_more_than_is_verified_of_every_answer():
+    """With three drafts each, a text that would go on for many more gains too little to be waited for."""
+    state = WithNgramState(Inner(), places=15, vocab_size=100)
+    drafted, writers = proposed(state, REPEATS, REPEATS)
+    assert drafted.tokens.tolist() == [[70, 71, 72]] * 2
+    assert state.outlook(writers) is Outlook.DEVICE
+    zeros = mx.zeros((2,))
+    assert state.propose(writers, zeros, zeros, 15, room=40).tokens[:, :3].tolist() == [[12, 13, 14]] * 2
+    assert state.outlook(writers) is Outlook.HOST
+    # An answer by itself can have as many drafts as its text promises.
+    assert state.propose(writers[:1], zeros[:1], zeros[:1], 3, room=9).tokens.tolist() == [[12, 13, 14]]
 
 
 def test_a_drafter_that_keeps_more_is_preferred():
