@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import sqrt
 
 # The time drafting may lose, in plain steps, before it pauses, and the pauses' lengths in tokens.
 _MAX_LOSS = 5.0
@@ -10,6 +11,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
 _FADE = 0.95
 # Standard errors by which the mean of the rounds may be off: pauses about one time in ten where drafting gains a fifth.
 _ERRORS = 1.5
+# So many times as many where all rounds since a loss began count, since these were chosen for their loss.
+_CHOSEN = 3.0
 # Drafting pays if it is so many times as fast as plain decoding.
 _PAYS = 1.2
 # The time that drafts may take without being used, in plain steps, before drafting rests, and the rests' lengths.
@@ -41,12 +44,41 @@ class Patience:
         return _ERRORS / 3 if self.failed else _ERRORS
 
 
+@dataclass
+class _Rounds:
+    """Sums over drafted rounds: how many, their tokens, squared tokens and seconds. fade: of those before."""
+
+    fade: float = 1.0
+    count: float = 0.0
+    tokens: float = 0.0
+    squares: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.count = self.fade * self.count + 1
+        self.tokens = self.fade * self.tokens + tokens
+        self.squares = self.fade * self.squares + tokens**2
+        self.seconds = self.fade * self.seconds + seconds
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second; 0 before the first round."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def are_slower(self, plain: float, *, errors: float, lanes: int) -> bool:
+        """Whether they were slower than plain steps even if chance took so many standard errors of the tokens away."""
+        spread = max(self.squares - self.tokens**2 / self.count, 0.0)
+        variance = (spread + _VARIANCE_WEIGHT * _VARIANCE / lanes) / (self.count + _VARIANCE_WEIGHT)
+        return (self.tokens + errors * sqrt(self.count * variance)) * plain < self.seconds
+
+
 class Pauses:
     """When drafting has lost more time than it may, rest for a number of tokens; longer each time it fails again.
 
     The loss is counted in plain steps: what a round took beyond what its tokens would have taken. Gains pay losses
     back, but are not saved up, so a change for the worse is noticed as soon in a long answer as in a short one. A run
-    of bad luck is no reason: the last 20 or so rounds have to be slower than plain decoding by more than chance.
+    of bad luck is no reason: rounds have to be slower than plain decoding by more than chance, the last 20 or so, which
+    tells of a change soon, or all since the loss began, which tells of a loss that is small in each round.
     """
 
     def __init__(self, patience: Patience | None = None) -> None:
@@ -58,27 +90,32 @@ class Pauses:
         # Time that drafts took since the last ones that were used. After rests, the first try decides.
         self._unused = 0.0 if self.patience.rest == _FIRST_REST else _MAX_UNUSED
         self._said = False
-        # Decayed sums over rounds: how many, their tokens, squared tokens and seconds.
-        self._rounds = self._tokens = self._squares = self._seconds = 0.0
+        self._recent, self._losing = _Rounds(_FADE), _Rounds()
 
     @property
     def speed(self) -> float:
         """Tokens a second of recent drafted rounds; 0 before the first."""
-        return self._tokens / self._seconds if self._seconds else 0.0
+        return self._recent.speed
 
     def observe(self, tokens: float, seconds: float, plain: float, *, lanes: int = 1) -> None:
         """A drafted round gained `tokens` in `seconds`; a plain step takes `plain` seconds.
 
         lanes: of so many the tokens are the mean. It varies less than those of one, so less may be lost, too.
         """
-        self._rounds = _FADE * self._rounds + 1
-        self._tokens = _FADE * self._tokens + tokens
-        self._squares = _FADE * self._squares + tokens**2
-        self._seconds = _FADE * self._seconds + seconds
-        self._loss = max(0.0, self._loss + seconds / plain - tokens)
-        if self._loss > self.patience.limit / lanes**0.5 and self._fastest(lanes) * plain < 1.0:
+        self._recent.add(tokens, seconds)
+        self._loss += seconds / plain - tokens
+        if self._loss <= 0:
+            self._loss, self._losing = 0.0, _Rounds()
+        else:
+            self._losing.add(tokens, seconds)
+        errors = self.patience.errors
+        if self._loss > self.patience.limit / sqrt(lanes) and (
+            self._recent.are_slower(plain, errors=errors, lanes=lanes)
+            # Of several answers the recent rounds leave less to chance.
+            or (lanes == 1 and self._losing.are_slower(plain, errors=_CHOSEN * errors, lanes=1))
+        ):
             self._pause(plain)
-        elif self._rounds > 5 and self.speed * plain > _PAYS:
+        elif self._recent.count > 5 and self.speed * plain > _PAYS:
             self._length, self.patience.failed = _FIRST_PAUSE, False
 
     def _pause(self, plain: float) -> None:
@@ -90,7 +127,7 @@ class Pauses:
         self._length = min(4 * self._length, _LONGEST_PAUSE)
         # The next try judges by what it sees then.
         self.patience.failed = True
-        self._loss = self._rounds = self._tokens = self._squares = self._seconds = 0.0
+        self._loss, self._recent, self._losing = 0.0, _Rounds(_FADE), _Rounds()
 
     def note_use(self, used: bool, *, cost: float) -> None:
         """Note whether any of a round's drafts were verified, which took `cost` plain steps to make.
@@ -119,10 +156,3 @@ class Pauses:
             self.resting -= 1
             return True
         return False
-
-    def _fastest(self, lanes: int) -> float:
-        """Tokens a second, were the recent rounds as unlucky as may be."""
-        mean = self._tokens / self._rounds
-        spread = max(self._squares - self._rounds * mean**2, 0.0)
-        variance = (spread + _VARIANCE_WEIGHT * _VARIANCE / lanes) / (self._rounds + _VARIANCE_WEIGHT)
-        return (self._tokens + self.patience.errors * (self._rounds * variance) ** 0.5) / self._seconds

@@ -117,6 +117,7 @@ class Experience:
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     confidence: Confidence = field(default_factory=Confidence)
     patience: Patience = field(default_factory=Patience)
+    patience_with_trees: Patience = field(default_factory=Patience)
     comparison: Comparison = field(default_factory=Comparison)
     chains: bool = False
     stayed: int = 0
@@ -158,7 +159,9 @@ class SteadyTree:
 
     branches = True
 
-    def __init__(self, costs: RoundCosts, places: int, confidence: Confidence) -> None:
+    def __init__(
+        self, costs: RoundCosts, places: int, confidence: Confidence, patience: Patience | None = None
+    ) -> None:
         self.costs, self.places, self.confidence = costs, places, confidence
         self.sizes = sorted(size for size in costs.round_seconds if size)
         # Twice as many drafts never gain so many more tokens, and to find them takes time in each round.
@@ -168,7 +171,7 @@ class SteadyTree:
         self.seconds = {size: costs.round(size) for size in self.sizes}
         # The one nearest to a chain's, until something is known.
         self.size = min(self.sizes, key=lambda size: abs(size - places))
-        self.pauses = Pauses()
+        self.pauses = Pauses(patience)
         self._settle()
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
@@ -216,7 +219,7 @@ class TreesOrChains:
 
     def __init__(self, chains: RoundCosts, trees: RoundCosts, places: int, experience: Experience) -> None:
         self.chains = SteadyWidth(chains, places, experience.estimate, experience.patience)
-        self.trees = SteadyTree(trees, places, experience.confidence)
+        self.trees = SteadyTree(trees, places, experience.confidence, experience.patience_with_trees)
         self.experience = experience
         # Rounds of trees since the last change, or the beginning.
         self._looked = 0

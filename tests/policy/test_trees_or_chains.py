@@ -87,6 +87,20 @@ def test_the_next_answer_begins_with_what_this_one_found():
     assert not TreesOrChains(*costs_of(6.4), PLACES, experience).next_round(may_branch=True).tree
 
 
+def test_trees_that_did_not_pay_may_lose_less_in_the_next_answer():
+    """Nothing of what is said is right, and drafting in any form takes too long."""
+    rests, experience = [], Experience()
+    for _ in range(2):
+        policy, rounds = TreesOrChains(*costs_of(6.4), PLACES, experience), 0
+        while not policy.trees.pauses.resting:
+            run(policy, SURE, 1, None, 6.4, cycle([0]))
+            rounds += 1
+        rests.append(rounds)
+        experience.chains = False
+    # A round loses 6.4 / 2.8 - 1 = 1.29 plain steps, of the five that it may at first, and then of half as many.
+    assert rests == [4, 2]
+
+
 def test_short_answers_look_at_trees_now_and_then():
     """As often as one long answer would: on a text for chains less and less."""
     experience, rng = Experience(), np.random.default_rng(0)
