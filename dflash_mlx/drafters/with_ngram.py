@@ -92,7 +92,8 @@ class WithNgramState:
     def __init__(self, inner: DraftState, *, places: int, vocab_size: int) -> None:
         self.inner, self.text = inner, NgramState(always=False)
         self._places, self._vocab_size = places, vocab_size
-        # Drafted for each answer when several last were: a text's further drafts are not verified then.
+        # Drafted for each answer when several last were: a text's further drafts would not be verified. `outlook` and
+        # the `propose` after it have to decide alike, since a text's drafts must wait for its newest tokens.
         self._shared_places = places
         self._kept: WeakKeyDictionary[Writer, _Kept] = WeakKeyDictionary()
 
@@ -132,9 +133,9 @@ class WithNgramState:
     def propose(
         self, writers: Sequence[Writer], anchors: mx.array, at: mx.array, places: int, *, room: int, tree: bool = False
     ) -> Drafted:
+        chosen = self._by_text(writers)
         if len(writers) > 1:
             self._shared_places = places
-        chosen = self._by_text(writers)
         for writer, by_text in zip(writers, chosen, strict=True):
             self._kept_of(writer).begin(by_text=by_text)
         if not any(chosen):

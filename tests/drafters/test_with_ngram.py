@@ -27,6 +27,7 @@ from dflash_mlx.policy.width import FixedWidth, RoundCosts, SteadyWidth
 from dflash_mlx.sampling import SamplingParams
 
 REPEATS, NEW = [*range(1, 20), *range(1, 12)], [*range(1, 20)]
+TEXT_GOES_ON = [*range(12, 20), *range(1, 8)]
 
 
 class Inner(SimpleNamespace):
@@ -95,7 +96,7 @@ def test_many_answers_wait_for_the_text_of_one_only_if_that_pays(kind, others, w
     monkeypatch.setattr(with_ngram, "backend", lambda: SimpleNamespace(kind=kind))
     state = WithNgramState(Inner(), places=15, vocab_size=100)
     drafted, writers = proposed(state, *[NEW] * others, REPEATS, places=15)
-    assert drafted.tokens[-1, :3].tolist() == ([12, 13, 14] if worth_it else [70, 71, 72])
+    assert drafted.tokens[-1].tolist() == (TEXT_GOES_ON if worth_it else [*range(70, 85)])
     assert state.outlook(writers) is (Outlook.HOST if worth_it else Outlook.DEVICE)
     zeros, padded = mx.zeros((len(writers) + 20,)), [*writers, *(Nobody() for _ in range(20))]
     again = state.propose(padded, zeros, zeros, 15, room=9).tokens[others].tolist()
@@ -105,12 +106,15 @@ def test_many_answers_wait_for_the_text_of_one_only_if_that_pays(kind, others, w
 def test_together_a_text_promises_no_more_than_is_verified_of_every_answer():
     """With three drafts each, a text that would go on for many more gains too little to be waited for."""
     state = WithNgramState(Inner(), places=15, vocab_size=100)
-    drafted, writers = proposed(state, REPEATS, REPEATS)
-    assert drafted.tokens.tolist() == [[70, 71, 72]] * 2
+    _, writers = proposed(state, REPEATS, REPEATS)
     assert state.outlook(writers) is Outlook.DEVICE
     zeros = mx.zeros((2,))
-    assert state.propose(writers, zeros, zeros, 15, room=40).tokens[:, :3].tolist() == [[12, 13, 14]] * 2
+    # Nobody has waited for the texts' newest tokens, so they do not draft, however many drafts it now is.
+    assert state.propose(writers, zeros, zeros, 15, room=40).tokens.tolist() == [[*range(70, 85)]] * 2
     assert state.outlook(writers) is Outlook.HOST
+    assert state.propose(writers, zeros, zeros, 15, room=40).tokens.tolist() == [TEXT_GOES_ON] * 2
+    state.propose(writers, zeros, zeros, 3, room=40)
+    assert state.outlook(writers) is Outlook.DEVICE
     # An answer by itself can have as many drafts as its text promises.
     assert state.propose(writers[:1], zeros[:1], zeros[:1], 3, room=9).tokens.tolist() == [[12, 13, 14]]
 
