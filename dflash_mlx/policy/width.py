@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise, zip_longest
+from math import exp, log
+from statistics import median
 
 from dflash_mlx.decoding.policies import Choice, Forecast, Observation
 from dflash_mlx.policy.pauses import Patience, Pauses
@@ -68,13 +70,56 @@ class FixedWidth:
 
 # A share of the measured time that rounds only fall below if that was measured beside other programs.
 _TOO_HIGH = 0.85
+# A round for which drafts are made is not taken to cost less than this, in plain rounds. So small a difference is
+# mostly chance, and useless drafts would be made all the time.
+_LEAST_COST = 1.1
+# Where rounds of one kind follow those of the other, so many of each are compared. So many comparisons are remembered;
+# what was measured weighs as much as some.
+_COMPARED, _COMPARISONS, _PRIOR_COMPARISONS = 8, 15, 2.0
 
 
 @dataclass
 class Drift:
-    """How many times as long as measured rounds take now: on a warm machine, beside other programs."""
+    """How many times as long as measured rounds take now: on a warm machine, beside other programs.
+
+    factor: all of them. of_drafts: rounds with drafts, beyond that. Rounds of both kinds are seldom seen at about the
+    same time, and a machine can be twice as fast a second later. So rounds before and after a change from one kind to
+    the other are compared. differences: what was found at the last changes, in logarithms; they outlive an answer.
+    """
 
     factor: float = 1.0
+    differences: list[float] = field(default_factory=list)
+    of_drafts: float = field(init=False)
+    # Of the newest rounds of either kind, what is compared, and how many there are since the last change.
+    _before: list[float] = field(default_factory=list, init=False)
+    _since: list[float] = field(default_factory=list, init=False)
+    _count: int = field(default=0, init=False)
+    _drafting: bool | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._weigh()
+
+    def follow(self, ratio: float) -> None:
+        """A round took so many times as long as was expected. A single outlier counts little."""
+        self.factor *= min(max(ratio, 0.5), 2.0) ** 0.05
+
+    def compare(self, ratio: float, *, drafting: bool) -> None:
+        """A round of this kind took so many times as long as was measured."""
+        if drafting is not self._drafting:
+            # The first round is left out: it also catches up.
+            self._drafting, self._before, self._since, self._count = drafting, self._since, [], 0
+            return
+        self._since, self._count = [*self._since[1 - _COMPARED :], log(ratio)], self._count + 1
+        if self._count == len(self._before) == _COMPARED:
+            longer = median(self._since) - median(self._before)
+            self.differences.append(longer if drafting else -longer)
+            del self.differences[:-_COMPARISONS]
+            self._weigh()
+
+    def _weigh(self) -> None:
+        known = len(self.differences)
+        # Not the mean: now and then the machine changes with the kind.
+        self.of_drafts = exp(median(self.differences) * known / (known + _PRIOR_COMPARISONS)) if known else 1.0
 
 
 @dataclass
@@ -99,15 +144,18 @@ class RoundCosts:
 
     def round(self, width: int, *, drafted: int | None = None) -> float:
         """A round that verifies `width` drafts of `drafted` places (as many as when it was measured, when None)."""
-        measured = (self.places or width) if width else 0
-        drafted = measured if drafted is None else drafted
-        extra = self._draft(drafted) - self._draft(measured) + self._deeper(width)
-        return (_interpolate(self.round_seconds, width) + extra) * self.drift.factor
+        measured = self._measured(width, drafted)
+        if width:
+            measured *= self.drift.of_drafts
+            if drafted != 0:
+                measured = max(measured, _LEAST_COST * self._measured(0, 0))
+        return measured * self.drift.factor
 
     def observe(self, seconds: float, width: int, drafted: int) -> None:
-        """Follow slow changes (a warm machine, a longer context); a single outlier counts little."""
-        ratio = seconds / self.round(width, drafted=drafted)
-        self.drift.factor *= min(max(ratio, 0.5), 2.0) ** 0.05
+        """Follow slow changes (a warm machine, a longer context), and what was measured wrong."""
+        self.drift.follow(seconds / self.round(width, drafted=drafted))
+        if width or not drafted:
+            self.drift.compare(seconds / self._measured(width, drafted), drafting=width > 0)
 
     @property
     def too_high(self) -> bool:
@@ -121,6 +169,12 @@ class RoundCosts:
     def worth(self, kept: float, width: int) -> float:
         """How many times as fast as plain decoding a round of this width is that keeps so many drafts; 0 for none."""
         return (1.0 + kept) * self.plain / self.round(width) if kept else 0.0
+
+    def _measured(self, width: int, drafted: int | None) -> float:
+        """What a round takes by what was measured alone."""
+        own = (self.places or width) if width else 0
+        extra = 0.0 if drafted in (None, own) else self._draft(drafted) - self._draft(own)
+        return _interpolate(self.round_seconds, width) + extra + self._deeper(width)
 
     def _draft(self, width: int) -> float:
         return _interpolate(self.draft_seconds, width) if width else 0.0

@@ -24,7 +24,7 @@ def test_the_width_with_the_most_tokens_a_second():
     assert prospect(costs, 3, 0.5).drafts == 0
     # One more draft has to bring a twentieth of what the others do.
     assert prospect(costs, 2, 0.9).drafts == 2
-    assert prospect(PairCosts(chains([1.0, 1.0, 1.2, 1.9])), 3, 0.5).drafts == 1
+    assert prospect(PairCosts(chains([1.0, 1.1, 1.4, 1.9])), 3, 0.5).drafts == 1
 
 
 @pytest.mark.parametrize(("cost", "tree"), [(2.2, True), (2.6, False)])

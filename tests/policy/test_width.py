@@ -1,5 +1,6 @@
 """Width policies against closed forms and simulated machines."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from dflash_mlx.policy.trees_or_chains import Experience, PairCosts, SteadyTree,
 from dflash_mlx.policy.width import (
     FADE,
     AcceptanceEstimate,
+    Drift,
     FixedWidth,
     RoundCosts,
     SteadyWidth,
@@ -90,6 +92,57 @@ def test_costs_follow_the_machine():
     assert costs.round(7) == pytest.approx(2 * STEEP.round(7), rel=0.02)
     costs.observe(1e9, 7, 7)
     assert costs.round(7) < 2.2 * STEEP.round(7)
+
+
+def take_turns(costs, drafted, plain, *, turns, rounds=9):
+    """Rounds of 7 drafts and plain ones by turns, which take so many times as long as measured."""
+    for _ in range(turns):
+        for factor, width in ((drafted, 7), (plain, 0)):
+            for _ in range(rounds):
+                costs.observe(factor * STEEP.round(width), width, width)
+
+
+def test_rounds_with_drafts_that_were_measured_wrong_are_corrected():
+    """A change from one kind to the other tells by how much; what was measured weighs as much as two changes."""
+    costs = copy(STEEP)
+    take_turns(costs, 1.2, 1.0, turns=1)
+    assert costs.drift.of_drafts == pytest.approx(1.2 ** (1 / 3))
+    take_turns(costs, 1.2, 1.0, turns=20)
+    assert len(costs.drift.differences) == 15
+    assert costs.round(7) / costs.plain == pytest.approx(1.2 ** (15 / 17) * STEEP.round(7) / STEEP.plain)
+    # Drafts that are made and not verified are a share of a round, and neither kind.
+    assert costs.round(0, drafted=1) - costs.plain == pytest.approx(12 * costs.drift.factor)
+    later = copy(STEEP)
+    later.drift = Drift(differences=costs.drift.differences)
+    assert later.drift.of_drafts == costs.drift.of_drafts
+
+
+def test_a_machine_that_slows_down_is_not_taken_for_wrong_figures():
+    costs = copy(STEEP)
+    take_turns(costs, 1.0, 1.0, turns=2)
+    # At once with the change to rounds with drafts.
+    take_turns(costs, 2.0, 2.0, turns=2)
+    assert max(costs.drift.differences) == pytest.approx(math.log(2))
+    assert costs.drift.of_drafts == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rounds", [8, 9])
+def test_kinds_are_compared_by_eight_rounds_each_after_the_first(rounds):
+    costs = copy(STEEP)
+    for _ in range(4):
+        for width in (7, 0):
+            costs.observe(5 * STEEP.round(width), width, width)
+            for _ in range(rounds - 1):
+                costs.observe(STEEP.round(width), width, width)
+                costs.observe(9 * STEEP.round(0, drafted=7), 0, 7)  # drafts that were not verified
+    assert costs.drift.differences == pytest.approx([0] * 7 if rounds == 9 else [])
+
+
+def test_a_round_with_drafts_takes_longer_than_one_without():
+    cheap = RoundCosts({0: 50.0, 1: 50.0, 7: 56.0}, {1: 2.0, 7: 2.0}, steep=False)
+    assert [cheap.round(width) for width in (0, 1, 7)] == pytest.approx([50.0, 55.0, 56.0])
+    # Of drafts that are there already.
+    assert cheap.round(1, drafted=0) == 48.0
 
 
 def test_estimate_is_exact_where_it_has_seen_much():
