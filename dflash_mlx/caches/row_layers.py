@@ -4,6 +4,7 @@
 - Recurrent layers: `RowStates`. A state cannot be masked; `target_caches.py` replays it.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -39,7 +40,9 @@ class RowLengths:
         # many single tokens have come since the newest tree.
         self.places: mx.array | None = None
         self.used = self.alone = 0
-        self._index: tuple[mx.array, int, mx.array] | None = None
+        # What `index` has said of the lengths, or of the tree's places, by the shape.
+        self._indexed: mx.array | None = None
+        self._indices: dict[tuple[int, ...], mx.array] = {}
 
     @property
     def rows(self) -> int:
@@ -50,11 +53,18 @@ class RowLengths:
         """What rotary embeddings take: the position of each row's first token (B,), or of each of a tree's (R,)."""
         return self.value if self.tree is None else self.tree.row_positions
 
-    def index(self, count: int) -> mx.array:
-        """Where the next `count` tokens of each row are written, (B, 1, count, 1)."""
-        if self._index is None or self._index[0] is not self.value or self._index[1] != count:
-            self._index = self.value, count, (self.value[:, None] + mx.arange(count))[:, None, :, None]
-        return self._index[2]
+    def index(self, shape: Sequence[int]) -> mx.array:
+        """Where the next tokens of each row, or the rows of a tree, are written, for arrays (B, heads, count, size)."""
+        places = self.tree.places if self.tree is not None else None
+        given = self.value if places is None else places
+        # Once for all layers, since on a fast GPU every operation shows.
+        if self._indexed is not given:
+            self._indexed, self._indices = given, {}
+        found = self._indices.get(tuple(shape))
+        if found is None:
+            at = self.value[:, None] + mx.arange(shape[2]) if places is None else places[None]
+            found = self._indices[tuple(shape)] = mx.broadcast_to(at[:, None, :, None], shape)
+        return found
 
     def mask(self, count: int, window: int | None) -> mx.array:
         """Which positions each of the next `count` tokens may see: boolean, (B, 1, count, seen)."""
@@ -106,13 +116,12 @@ class RowKVCache:
         return self.keys[:, :, :seen], self.values[:, :, :seen]
 
     def _written(self, array: mx.array, tokens: mx.array) -> mx.array:
-        tree = self.lengths.tree
-        if tree is not None and tree.places is not None:
-            return _put(array, tree.places[None, None, :, None], tokens)
+        lengths = self.lengths
+        follows = lengths.tree is None or lengths.tree.places is None
         # On CUDA a place that only the device knows takes MLX a launch of its own, for each array.
-        if array.shape[0] == 1 and backend().kind != "cuda":
-            return mx.slice_update(array, tokens, self.lengths.value, axes=(2,))
-        return _put(array, self.lengths.index(tokens.shape[2]), tokens)
+        if follows and array.shape[0] == 1 and backend().kind != "cuda":
+            return mx.slice_update(array, tokens, lengths.value, axes=(2,))
+        return mx.put_along_axis(array, lengths.index(tokens.shape), tokens.astype(array.dtype), axis=2)
 
     def in_order(self, array: mx.array, length: int) -> mx.array:
         """The first `length` positions of every row of these keys or values."""
@@ -129,7 +138,3 @@ class RowStates(ArraysCache):
 
     cache: Any  # list[mx.array]
     lengths: Any  # mx.array | None
-
-
-def _put(array: mx.array, index: mx.array, tokens: mx.array) -> mx.array:
-    return mx.put_along_axis(array, index, tokens.astype(array.dtype), axis=2)

@@ -43,9 +43,7 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
     mask: None, "causal", or boolean, (B, 1, L, S). What comes out for a row depends neither on other rows nor on keys
     that it does not see after those that it does, if those are numbers at all.
     """
-    batch, heads, rows, head_dim = queries.shape
-    out = _over(queries, keys, values, scale, mask, parts=0).reshape(batch, rows, heads, head_dim)
-    return out.transpose(0, 2, 1, 3)
+    return _over(queries, keys, values, scale, mask, parts=0).transpose(0, 2, 1, 3)
 
 
 def attention_in_parts(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask) -> mx.array:
@@ -64,7 +62,7 @@ def attention_in_parts(queries: mx.array, keys: mx.array, values: mx.array, scal
 
 
 def _over(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, *, parts: int) -> mx.array:
-    """(B, 1, L * heads, D); or what so many `parts` bring, float32 (B, parts, L * heads, D + 2)."""
+    """(B, L, heads, D); or what so many `parts` bring, float32 (B, parts, L * heads, D + 2)."""
     batch, heads, rows, head_dim = queries.shape
     groups = keys.shape[1]
     tiles = -(-(rows * heads // groups) // _ROWS)
@@ -81,7 +79,7 @@ def _over(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mas
         ],
         grid=(tiles * _THREADS, groups, batch * (parts or 1)),
         threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(batch, parts or 1, rows * heads, head_dim + (2 if parts else 0))],
+        output_shapes=[(batch, parts, rows * heads, head_dim + 2) if parts else (batch, rows, heads, head_dim)],
         output_dtypes=[gives],
     )
     return out
