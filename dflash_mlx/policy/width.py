@@ -76,6 +76,9 @@ _LEAST_COST = 1.1
 # Where rounds of one kind follow those of the other, so many of each are compared. So many comparisons are remembered;
 # what was measured weighs as much as some.
 _COMPARED, _COMPARISONS, _PRIOR_COMPARISONS = 8, 15, 2.0
+# Rounds of a kind that are left out, since the first one catches up, and plain ones take longer while the positions of
+# trees are out of order (caches/replay.py).
+_UNUSUAL = {True: 1, False: 10}
 
 
 @dataclass
@@ -90,7 +93,7 @@ class Drift:
     factor: float = 1.0
     differences: list[float] = field(default_factory=list)
     of_drafts: float = field(init=False)
-    # Of the newest rounds of either kind, what is compared, and how many there are since the last change.
+    # Of the newest rounds of either kind, what is compared, and how many of these there are since the last change.
     _before: list[float] = field(default_factory=list, init=False)
     _since: list[float] = field(default_factory=list, init=False)
     _count: int = field(default=0, init=False)
@@ -106,10 +109,11 @@ class Drift:
     def compare(self, ratio: float, *, drafting: bool) -> None:
         """A round of this kind took so many times as long as was measured."""
         if drafting is not self._drafting:
-            # The first round is left out: it also catches up.
-            self._drafting, self._before, self._since, self._count = drafting, self._since, [], 0
-            return
-        self._since, self._count = [*self._since[1 - _COMPARED :], log(ratio)], self._count + 1
+            self._drafting, self._before, self._since = drafting, self._since, []
+            self._count = -_UNUSUAL[drafting]
+        self._count += 1
+        if self._count > 0:
+            self._since = [*self._since[1 - _COMPARED :], log(ratio)]
         if self._count == len(self._before) == _COMPARED:
             longer = median(self._since) - median(self._before)
             self.differences.append(longer if drafting else -longer)
