@@ -7,6 +7,7 @@ keep their shapes until they grow. Whether replaying is faster is measured (`ker
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -95,10 +96,11 @@ class Pass(Mirrored):
         else:
             rows.scatter()
             branches: Body = self._tree_over if rows.states else self._tree
-            shape = tree if tree is not None else (mx.array([0]), mx.array([[True]]))
-            *found, lengths.places = branches(rows, tokens, *shape, lengths.placed)
+            depths, visible = tree if tree is not None else _single()
+            *found, lengths.places = branches(rows, tokens, depths, visible, lengths.placed)
             if alone:
-                keep_path(rows, mx.array([0]), self._steps)
+                # Its only row, which is row 0.
+                keep_path(rows, depths, self._steps)
         return found[0], found[1] if len(found) > 1 else None
 
     def _chain_over(self, rows: Rows, tokens: mx.array) -> list[mx.array]:
@@ -114,3 +116,14 @@ class Pass(Mirrored):
             assert lengths.tree is not None
             assert lengths.tree.places is not None
             return [*self._chain_over(rows, tokens), lengths.tree.places]
+
+
+@cache
+def _single() -> tuple[mx.array, mx.array]:
+    """The shape of a single token as a tree.
+
+    The same arrays each time: to hand new numbers to a GPU takes as long as several launches.
+    """
+    depths, visible = mx.array([0]), mx.array([[True]])
+    mx.eval(depths, visible)
+    return depths, visible
