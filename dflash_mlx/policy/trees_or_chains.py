@@ -14,7 +14,7 @@ import numpy as np
 from dflash_mlx.decoding.policies import Choice, Forecast, Observation, WidthPolicy
 from dflash_mlx.policy.confidence import Confidence, ConfidentWidth
 from dflash_mlx.policy.pauses import Patience, Pauses
-from dflash_mlx.policy.width import FADE, AcceptanceEstimate, Drift, RoundCosts, SteadyWidth
+from dflash_mlx.policy.width import FADE, AcceptanceEstimate, Drift, Lessons, RoundCosts, SteadyWidth
 
 # More than trees have been seen to gain by a chain's tokens: the demo pair's gain 1.42 times as many on the built-in
 # prompts and 1.14 times on its own answers. Where they take so much longer, they are not tried.
@@ -116,7 +116,7 @@ class Experience:
 
     chains: not trees; stayed: rounds drafted with chains since the last look at trees; stay: how many to the next one.
     lead: how many times as fast as chains trees were when last compared, None before. costs: by which an answer chose,
-    and what they became; differences: see `Drift`.
+    and what they became; lessons: about these costs.
     """
 
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
@@ -129,7 +129,7 @@ class Experience:
     stay: int = _FIRST_STAY
     lead: float | None = None
     costs: PairCosts | None = None
-    differences: list[float] = field(default_factory=list)
+    lessons: Lessons = field(default_factory=Lessons)
 
     def merged(self, newest: "Experience") -> "Experience":
         """This and what a finished answer has learnt since, which counts as much as everything before.
@@ -148,7 +148,7 @@ def choose_policy(
     """
     experience = experience or Experience()
     experience.costs = costs
-    costs.follow(Drift(differences=experience.differences))
+    costs.follow(Drift(lessons=experience.lessons))
     if costs.trees is None:
         if costs.chains.steep or by_confidence:
             return ConfidentWidth(costs.chains, places, experience.confidence, experience.patience)

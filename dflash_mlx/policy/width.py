@@ -73,40 +73,59 @@ _TOO_HIGH = 0.85
 # A round for which drafts are made is not taken to cost less than this, in plain rounds. So small a difference is
 # mostly chance, and useless drafts would be made all the time.
 _LEAST_COST = 1.1
-# Where rounds of one kind follow those of the other, so many of each are compared. So many comparisons are remembered;
-# what was measured weighs as much as some.
-_COMPARED, _COMPARISONS, _PRIOR_COMPARISONS = 8, 15, 2.0
+# Where rounds of one kind follow those of the other, so many of each are compared.
+_COMPARED = 8
 # Rounds of a kind that are left out, since the first one catches up, and plain ones take longer while the positions of
 # trees are out of order (caches/replay.py).
 _UNUSUAL = {True: 1, False: 10}
+# A round of a width is compared with so many before it.
+_BEFORE = 5
+# So many comparisons are remembered; what was measured weighs as much as some of kinds, and of widths.
+_COMPARISONS, _PRIOR_OF_DRAFTS, _PRIOR_OF_WIDTH = 15, 2.0, 4.0
+
+
+@dataclass
+class Lessons:
+    """What rounds have shown of costs that were measured wrong: logarithms of how many times as long they take.
+
+    of_drafts: rounds with drafts, beyond plain ones; of_widths: rounds of a width, beyond others with drafts. What the
+    last comparisons found. It outlives an answer.
+    """
+
+    of_drafts: list[float] = field(default_factory=list)
+    of_widths: dict[int, list[float]] = field(default_factory=dict)
 
 
 @dataclass
 class Drift:
     """How many times as long as measured rounds take now: on a warm machine, beside other programs.
 
-    factor: all of them. of_drafts: rounds with drafts, beyond that. Rounds of both kinds are seldom seen at about the
-    same time, and a machine can be twice as fast a second later. So rounds before and after a change from one kind to
-    the other are compared. differences: what was found at the last changes, in logarithms; they outlive an answer.
+    factor: all of them. of_drafts: rounds with drafts, beyond that; of_widths: rounds of some widths, beyond that. A
+    machine can be twice as fast a second later, so rounds are compared with others right before them: of the two kinds
+    where one follows the other.
     """
 
     factor: float = 1.0
-    differences: list[float] = field(default_factory=list)
+    lessons: Lessons = field(default_factory=Lessons)
     of_drafts: float = field(init=False)
+    of_widths: dict[int, float] = field(init=False)
     # Of the newest rounds of either kind, what is compared, and how many of these there are since the last change.
     _before: list[float] = field(default_factory=list, init=False)
     _since: list[float] = field(default_factory=list, init=False)
     _count: int = field(default=0, init=False)
     _drafting: bool | None = field(default=None, init=False)
+    # What the newest rounds with drafts took, beyond what is known of their widths.
+    _newest: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._weigh()
+        self.of_drafts = _learnt(self.lessons.of_drafts, _PRIOR_OF_DRAFTS)
+        self.of_widths = {width: _learnt(found, _PRIOR_OF_WIDTH) for width, found in self.lessons.of_widths.items()}
 
     def follow(self, ratio: float) -> None:
         """A round took so many times as long as was expected. A single outlier counts little."""
         self.factor *= min(max(ratio, 0.5), 2.0) ** 0.05
 
-    def compare(self, ratio: float, *, drafting: bool) -> None:
+    def compare_kinds(self, ratio: float, *, drafting: bool) -> None:
         """A round of this kind took so many times as long as was measured."""
         if drafting is not self._drafting:
             self._drafting, self._before, self._since = drafting, self._since, []
@@ -116,14 +135,29 @@ class Drift:
             self._since = [*self._since[1 - _COMPARED :], log(ratio)]
         if self._count == len(self._before) == _COMPARED:
             longer = median(self._since) - median(self._before)
-            self.differences.append(longer if drafting else -longer)
-            del self.differences[:-_COMPARISONS]
-            self._weigh()
+            found = self.lessons.of_drafts = [
+                *self.lessons.of_drafts[1 - _COMPARISONS :],
+                longer if drafting else -longer,
+            ]
+            self.of_drafts = _learnt(found, _PRIOR_OF_DRAFTS)
 
-    def _weigh(self) -> None:
-        known = len(self.differences)
-        # Not the mean: now and then the machine changes with the kind.
-        self.of_drafts = exp(median(self.differences) * known / (known + _PRIOR_COMPARISONS)) if known else 1.0
+    def compare_widths(self, ratio: float, width: int, own: float) -> None:
+        """A round with drafts took so many times as long as was measured.
+
+        width: the one that is nearest to its own of those that were measured; own: what is known of its own.
+        """
+        if len(self._newest) == _BEFORE:
+            longer = log(ratio) - median(self._newest)
+            found = [*self.lessons.of_widths.get(width, [])[1 - _COMPARISONS :], longer]
+            self.lessons.of_widths[width] = found
+            self.of_widths[width] = _learnt(found, _PRIOR_OF_WIDTH)
+        self._newest = [*self._newest[1 - _BEFORE :], log(ratio / own)]
+
+
+def _learnt(found: Sequence[float], prior: float) -> float:
+    """How many times as long as measured, by these comparisons; 1 weighs as much as `prior` of them."""
+    # Not the mean: now and then the machine changes just then.
+    return exp(median(found) * len(found) / (len(found) + prior)) if found else 1.0
 
 
 @dataclass
@@ -150,7 +184,7 @@ class RoundCosts:
         """A round that verifies `width` drafts of `drafted` places (as many as when it was measured, when None)."""
         measured = self._measured(width, drafted)
         if width:
-            measured *= self.drift.of_drafts
+            measured *= self.drift.of_drafts * self._of_width(width)
             if drafted != 0:
                 measured = max(measured, _LEAST_COST * self._measured(0, 0))
         return measured * self.drift.factor
@@ -158,8 +192,13 @@ class RoundCosts:
     def observe(self, seconds: float, width: int, drafted: int) -> None:
         """Follow slow changes (a warm machine, a longer context), and what was measured wrong."""
         self.drift.follow(seconds / self.round(width, drafted=drafted))
-        if width or not drafted:
-            self.drift.compare(seconds / self._measured(width, drafted), drafting=width > 0)
+        if width == 0 and drafted:
+            return
+        ratio = seconds / self._measured(width, drafted)
+        self.drift.compare_kinds(ratio, drafting=width > 0)
+        if width and self.steep:
+            nearest = min(filter(None, self.round_seconds), key=lambda at: abs(at - width))
+            self.drift.compare_widths(ratio, nearest, self._of_width(width))
 
     @property
     def too_high(self) -> bool:
@@ -179,6 +218,11 @@ class RoundCosts:
         own = (self.places or width) if width else 0
         extra = 0.0 if drafted in (None, own) else self._draft(drafted) - self._draft(own)
         return _interpolate(self.round_seconds, width) + extra + self._deeper(width)
+
+    def _of_width(self, width: int) -> float:
+        """How many times as long as measured rounds of this width take, beyond others with drafts."""
+        known = self.drift.of_widths
+        return _interpolate({at: known.get(at, 1.0) for at in self.round_seconds}, width) if known else 1.0
 
     def _draft(self, width: int) -> float:
         return _interpolate(self.draft_seconds, width) if width else 0.0
@@ -206,15 +250,19 @@ class RoundCosts:
 def _interpolate(table: dict[int, float], width: int) -> float:
     """Piecewise linear; constant outside. Width 0 has no draft and is never interpolated from."""
     found = table.get(width)
-    return found if found is not None else _between(tuple(sorted(table.items())), width)
+    if found is not None:
+        return found
+    below, above, share = _around(tuple(table), width)
+    return table[below] + (table[above] - table[below]) * share
 
 
 @cache
-def _between(table: tuple[tuple[int, float], ...], width: int) -> float:
-    known = [(at, seconds) for at, seconds in table if at > 0]
-    (below, low) = max(((at, seconds) for at, seconds in known if at < width), default=known[0])
-    (above, high) = min(((at, seconds) for at, seconds in known if at > width), default=known[-1])
-    return low if below == above else low + (high - low) * (width - below) / (above - below)
+def _around(widths: tuple[int, ...], width: int) -> tuple[int, int, float]:
+    """The nearest of the widths on both sides, and how far between them this one is, from 0 to 1."""
+    known = [at for at in widths if at > 0]
+    below = max((at for at in known if at < width), default=min(known))
+    above = min((at for at in known if at > width), default=max(known))
+    return below, above, 0.0 if below == above else (width - below) / (above - below)
 
 
 @dataclass
