@@ -47,9 +47,9 @@ class PairCosts:
 
     def follow(self, drift: Drift) -> None:
         """Let this be the drift of all rounds."""
-        self.chains.drift = drift
+        self.chains.follow(drift)
         if self.trees is not None:
-            self.trees.drift = drift
+            self.trees.follow(drift)
 
     def after(self, tokens: int) -> "PairCosts":
         """A copy for an answer that begins after so many tokens, which it may change."""

@@ -135,23 +135,20 @@ class Drift:
             self._since = [*self._since[1 - _COMPARED :], log(ratio)]
         if self._count == len(self._before) == _COMPARED:
             longer = median(self._since) - median(self._before)
-            found = self.lessons.of_drafts = [
-                *self.lessons.of_drafts[1 - _COMPARISONS :],
-                longer if drafting else -longer,
-            ]
-            self.of_drafts = _learnt(found, _PRIOR_OF_DRAFTS)
+            found = [*self.lessons.of_drafts[1 - _COMPARISONS :], longer if drafting else -longer]
+            self.lessons.of_drafts, self.of_drafts = found, _learnt(found, _PRIOR_OF_DRAFTS)
 
-    def compare_widths(self, ratio: float, width: int, own: float) -> None:
-        """A round with drafts took so many times as long as was measured.
+    def compare_widths(self, ratio: float, width: int) -> None:
+        """A round with drafts took so many times as long as was measured, what is known of its width considered.
 
-        width: the one that is nearest to its own of those that were measured; own: what is known of its own.
+        width: the one that is nearest to its own of those that were measured.
         """
         if len(self._newest) == _BEFORE:
-            longer = log(ratio) - median(self._newest)
+            longer = log(ratio * self.of_widths.get(width, 1.0)) - median(self._newest)
             found = [*self.lessons.of_widths.get(width, [])[1 - _COMPARISONS :], longer]
             self.lessons.of_widths[width] = found
             self.of_widths[width] = _learnt(found, _PRIOR_OF_WIDTH)
-        self._newest = [*self._newest[1 - _BEFORE :], log(ratio / own)]
+        self._newest = [*self._newest[1 - _BEFORE :], log(ratio)]
 
 
 def _learnt(found: Sequence[float], prior: float) -> float:
@@ -177,14 +174,20 @@ class RoundCosts:
     deeper: dict[int, dict[int, float]] = field(default_factory=dict)
     depth: int = SHALLOW
     drift: Drift = field(default_factory=Drift)
+    # `round_seconds` as corrected by the drift; None where that has changed.
+    _corrected: dict[int, float] | None = field(default=None, init=False, repr=False, compare=False)
     # What is known of rounds of each width after longer contexts (`_longer`). Several are asked for in every round.
     _lines: dict[int, list[tuple[int, float]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def follow(self, drift: Drift) -> None:
+        """Let this be the drift from now on."""
+        self.drift, self._corrected = drift, None
 
     def round(self, width: int, *, drafted: int | None = None) -> float:
         """A round that verifies `width` drafts of `drafted` places (as many as when it was measured, when None)."""
         measured = self._measured(width, drafted)
         if width:
-            measured *= self.drift.of_drafts * self._of_width(width)
+            measured *= self.drift.of_drafts
             if drafted != 0:
                 measured = max(measured, _LEAST_COST * self._measured(0, 0))
         return measured * self.drift.factor
@@ -198,7 +201,8 @@ class RoundCosts:
         self.drift.compare_kinds(ratio, drafting=width > 0)
         if width and self.steep:
             nearest = min(filter(None, self.round_seconds), key=lambda at: abs(at - width))
-            self.drift.compare_widths(ratio, nearest, self._of_width(width))
+            self.drift.compare_widths(ratio, nearest)
+            self._corrected = None
 
     @property
     def too_high(self) -> bool:
@@ -214,15 +218,13 @@ class RoundCosts:
         return (1.0 + kept) * self.plain / self.round(width) if kept else 0.0
 
     def _measured(self, width: int, drafted: int | None) -> float:
-        """What a round takes by what was measured alone."""
+        """What a round takes by what was measured, and by what its width's rounds have shown."""
+        if self._corrected is None:
+            known = self.drift.of_widths
+            self._corrected = {at: seconds * known.get(at, 1.0) for at, seconds in self.round_seconds.items()}
         own = (self.places or width) if width else 0
         extra = 0.0 if drafted in (None, own) else self._draft(drafted) - self._draft(own)
-        return _interpolate(self.round_seconds, width) + extra + self._deeper(width)
-
-    def _of_width(self, width: int) -> float:
-        """How many times as long as measured rounds of this width take, beyond others with drafts."""
-        known = self.drift.of_widths
-        return _interpolate({at: known.get(at, 1.0) for at in self.round_seconds}, width) if known else 1.0
+        return _interpolate(self._corrected, width) + extra + self._deeper(width)
 
     def _draft(self, width: int) -> float:
         return _interpolate(self.draft_seconds, width) if width else 0.0

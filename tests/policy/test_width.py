@@ -113,7 +113,7 @@ def test_rounds_with_drafts_that_were_measured_wrong_are_corrected():
     # Drafts that are made and not verified are a share of a round, and neither kind.
     assert costs.round(0, drafted=1) - costs.plain == pytest.approx(12 * costs.drift.factor)
     later = copy(STEEP)
-    later.drift = Drift(lessons=costs.drift.lessons)
+    later.follow(Drift(lessons=costs.drift.lessons))
     assert later.drift.of_drafts == costs.drift.of_drafts
 
 
@@ -145,10 +145,12 @@ def test_widths_that_were_measured_wrong_are_corrected():
         for width in (7, 7, 7, 7, 7, 15):
             costs.observe((1.2 if width == 15 else 1.0) * STEEP.round(width), width, width)
     assert costs.drift.of_widths == pytest.approx({7: 1.0, 15: 1.2 ** (15 / 19)})
-    known = [costs.round(width) / costs.drift.factor / STEEP.round(width) for width in (1, 7, 11, 15)]
-    assert known == pytest.approx([1.0, 1.0, (1.0 + 1.2 ** (15 / 19)) / 2, 1.2 ** (15 / 19)])
-    later = Drift(lessons=costs.drift.lessons)
-    assert later.of_widths == costs.drift.of_widths
+    widest = 130.0 * 1.2 ** (15 / 19)
+    known = [costs.round(width) / costs.drift.factor for width in (1, 7, 11, 15)]
+    assert known == pytest.approx([70.0, 110.0, (110.0 + widest) / 2, widest])
+    later = copy(STEEP)
+    later.follow(Drift(lessons=costs.drift.lessons))
+    assert later.round(15) == pytest.approx(widest)
 
 
 def test_widths_that_were_not_measured_teach_about_the_nearest():
@@ -391,7 +393,7 @@ def test_a_tree_stops_where_the_next_draft_is_not_worth_its_time():
     assert 15 <= tree(sure).size <= 31
     assert max(tree(sure).depths) > max(tree(unsure).depths)
     few = tree(unsure).size
-    policy.costs.round_seconds = {width: 50.0 + 0.1 * width for width in TREES.round_seconds}
+    policy.costs = replace(TREES, round_seconds={width: 50.0 + 0.1 * width for width in TREES.round_seconds})
     assert tree(unsure).size == 31 > few
 
 
