@@ -13,8 +13,9 @@ import numpy as np
 
 from dflash_mlx.decoding.policies import Choice, Forecast, Observation, WidthPolicy
 from dflash_mlx.policy.confidence import Confidence, ConfidentWidth
+from dflash_mlx.policy.drift import Drift, Lessons
 from dflash_mlx.policy.pauses import Patience, Pauses
-from dflash_mlx.policy.width import FADE, AcceptanceEstimate, Drift, Lessons, RoundCosts, SteadyWidth
+from dflash_mlx.policy.width import FADE, AcceptanceEstimate, RoundCosts, SteadyWidth
 
 # More than trees have been seen to gain by a chain's tokens: the demo pair's gain 1.42 times as many on the built-in
 # prompts and 1.14 times on its own answers. Where they take so much longer, they are not tried.
