@@ -43,8 +43,7 @@ class Choosing:
             choice = self.lone.policy.next_round(may_branch=self.may_branch(self.lone), told=told)
         else:
             choice = self._shared.next_round(len(self.batch.rows))
-        places = self._fitting(choice.places, most)
-        return choice if places == choice.places else replace(choice, places=places)
+        return choice if choice.places <= most else replace(choice, places=self._fitting(choice.places, most))
 
     def of_drafts(self, choice: Choice, drafts: Drafts) -> tuple[Drafts, int]:
         """How many of a choice's drafts to verify; a lone lane's tree may have drafts of its text then, too.

@@ -17,9 +17,8 @@ from dflash_mlx.targets.target import Target
 if TYPE_CHECKING:
     from dflash_mlx.drafters.dflash import DFlashDrafter
 
-# While nothing is drafted, the features of up to so many rounds wait for the drafter. They are put together by so many,
-# since each time is one more launch for the computer.
-_MOST_WAITING, _TOGETHER = 64, 8
+# While nothing is drafted, the features of up to so many rounds wait for the drafter.
+_MOST_WAITING = 64
 
 
 class DFlashState(RowState):
@@ -30,12 +29,11 @@ class DFlashState(RowState):
         self.drafter, self.target = drafter, target
         self._passes = target.passes_of(drafter, _Passes)
         self.vocabulary = self._passes.vocabulary
-        # The features of a block, or of single tokens, (B, _MOST_WAITING, ...), the newest apart, (B, 1, ...) each, and
-        # of how many altogether; the positions of the first; and the most positions that a row has after them.
+        # The features of a block, or of single tokens, (B, 1, ...) each, which wait; the positions of the first; and the
+        # most positions that a row has after them.
         self._block: mx.array | None = None
-        self._waiting: mx.array | None = None
-        self._newest: list[mx.array] = []
-        self._count, self._at, self._room = 0, self.rows.lengths.value, 0
+        self._waiting: list[mx.array] = []
+        self._at, self._room = self.rows.lengths.value, 0
 
     @classmethod
     def of(cls, drafter: "DFlashDrafter", target: Target, caches: Sequence[KVCache], length: int) -> "DFlashState":
@@ -53,54 +51,34 @@ class DFlashState(RowState):
         if not waits or self._block is not None:
             self.absorb()
         self._room = room
-        self.rows.reserve(room)
-        if self._count == 0:
+        if not self._waiting:
             self._at = at
-        if waits:
-            self._wait(features)
-        else:
+        if not waits:
             self._block = features
-
-    def _wait(self, features: mx.array) -> None:
-        """Keep a token's features, (B, 1, ...), for later."""
-        self._newest.append(features)
-        self._count += 1
-        if len(self._newest) == _TOGETHER:
-            self._put_together()
-        if self._count == _MOST_WAITING:
+            return
+        self._waiting.append(features)
+        if len(self._waiting) == _MOST_WAITING:
             self.absorb()
-
-    def _put_together(self) -> None:
-        """Put the newest features behind the others that wait."""
-        newest, self._newest = self._newest, []
-        if self._waiting is None:
-            batch, _, size = newest[0].shape
-            self._waiting = mx.zeros((batch, _MOST_WAITING, size), dtype=newest[0].dtype)
-        start = self._count - len(newest)
-        # One by one where they are fewer: where passes are replayed, each number would be a plan of its own.
-        for part in [mx.concatenate(newest, axis=1)] if len(newest) == _TOGETHER else newest:
-            self._waiting[:, start : start + part.shape[1]] = part
-            start += part.shape[1]
-            if self.target.replays:
-                # Now, by itself, for the same reason.
-                mx.async_eval(self._waiting)
 
     def absorb(self) -> None:
         """Turn the features that wait into keys and values."""
         if self._block is not None:
             block, self._block = self._block, None
+            self.rows.reserve(self._room)
             self._absorb(block)
-        if self._newest:
-            self._put_together()
-        if self._waiting is not None:
-            # Some more are taken in, and written over later, where each number would be written down and compiled anew.
-            count = 1 << (self._count - 1).bit_length() if self.target.replays else self._count
-            self.rows.reserve(self._room + count - self._count)
-            waiting, self._waiting, self._count = self._waiting, None, 0
-            # There is no room made for a row whose lane has left since the first of them, so it must not go on.
-            self._at = mx.minimum(self._at, self.rows.lengths.capacity - count)
-            self._absorb(waiting[:, :count])
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            count = len(waiting)
             if self.target.replays:
+                # Some more are taken in, and written over later, where each number would be written down and compiled
+                # anew.
+                waiting += waiting[-1:] * ((1 << (count - 1).bit_length()) - count)
+            self.rows.reserve(self._room + len(waiting) - count)
+            # There is no room made for a row whose lane has left since the first of them, so it must not go on.
+            self._at = mx.minimum(self._at, self.rows.lengths.capacity - len(waiting))
+            self._absorb(mx.concatenate(waiting, axis=1))
+            if self.target.replays:
+                # Now, by itself, for the same reason.
                 mx.async_eval([leaf.state for leaf in self.rows.attention])
 
     def _absorb(self, features: mx.array) -> None:

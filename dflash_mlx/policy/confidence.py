@@ -78,10 +78,9 @@ class ConfidentWidth:
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         if self.pauses.take_rest(lambda: self.costs.worth(told, self.places)):
-            places = 0
-        else:
-            # What can be told before it is drafted takes no time to draft.
-            places = self.places if told else self._places()
+            return Choice(0)
+        # What can be told before it is drafted takes no time to draft.
+        places = self.places if told else self._places()
         tree = self.widest if self.branches and may_branch else 0
         return Choice(places, tree=tree, scale=self.confidence.calibration)
 

@@ -183,10 +183,11 @@ class SteadyTree:
         self._settle()
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
-        places = 0 if self.pauses.take_rest(lambda: self.costs.worth(told, self.size)) else self.places
+        if self.pauses.take_rest(lambda: self.costs.worth(told, self.size)):
+            return Choice(0)
         # In hundredths, so that few scales come up: a GPU is handed each but once.
         scale = max(round(self.confidence.calibration, 2), 0.01)
-        return Choice(places, tree=self.sizes[-1], scale=scale, width=self.size)
+        return Choice(self.places, tree=self.sizes[-1], scale=scale, width=self.size)
 
     def choose(self, forecast: Forecast) -> int:
         return self.size

@@ -102,23 +102,18 @@ class RoundCosts:
 
     def round(self, width: int, *, drafted: int | None = None) -> float:
         """A round that verifies `width` drafts of `drafted` places (as many as when it was measured, when None)."""
-        measured = self._measured(width, drafted)
-        if width:
-            measured *= self.drift.of_drafts
-            if drafted != 0:
-                measured = max(measured, _LEAST_COST * self._measured(0, 0))
-        return measured * self.drift.factor
+        return self._expected(self._measured(width, drafted), width, drafted)
 
     def observe(self, seconds: float, width: int, drafted: int) -> None:
         """Follow slow changes (a warm machine, a longer context), and what was measured wrong."""
-        self.drift.observe(seconds / self.round(width, drafted=drafted))
+        measured = self._measured(width, drafted)
+        self.drift.observe(seconds / self._expected(measured, width, drafted))
         if width == 0 and drafted:
             return
-        ratio = seconds / self._measured(width, drafted)
-        self.drift.compare_kinds(ratio, drafting=width > 0)
+        self.drift.compare_kinds(seconds / measured, drafting=width > 0)
         if width and self.steep:
             nearest = min(filter(None, self.round_seconds), key=lambda at: abs(at - width))
-            self.drift.compare_widths(ratio, nearest)
+            self.drift.compare_widths(seconds / measured, nearest)
             self._corrected = None
 
     @property
@@ -133,6 +128,14 @@ class RoundCosts:
     def worth(self, kept: float, width: int) -> float:
         """How many times as fast as plain decoding a round of this width is that keeps so many drafts; 0 for none."""
         return (1.0 + kept) * self.plain / self.round(width) if kept else 0.0
+
+    def _expected(self, measured: float, width: int, drafted: int | None) -> float:
+        """What is to be expected of a round that was measured so."""
+        if width:
+            measured *= self.drift.of_drafts
+            if drafted != 0:
+                measured = max(measured, _LEAST_COST * self._measured(0, 0))
+        return measured * self.drift.factor
 
     def _measured(self, width: int, drafted: int | None) -> float:
         """What a round takes by what was measured, and by what its width's rounds have shown."""
@@ -251,8 +254,9 @@ class SteadyWidth:
         self.width = max(speeds, key=lambda width: speeds[width])
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
-        rests = self.pauses.take_rest(lambda: self.costs.worth(told, self.width))
-        return Choice(0 if rests else self.width, width=self.width)
+        if self.pauses.take_rest(lambda: self.costs.worth(told, self.width)):
+            return Choice(0)
+        return Choice(self.width, width=self.width)
 
     def choose(self, forecast: Forecast) -> int:
         return self.width

@@ -36,7 +36,7 @@ def policy_for(costs):
 
 def chosen(policy, chances):
     """How many drafts of a chain a policy verifies that are kept with these chances."""
-    scale = policy.next_round(may_branch=False).scale
+    scale = policy.confidence.calibration
     return policy.choose(Forecast.of_chain(np.array(chances), scale))
 
 
