@@ -37,10 +37,10 @@ class Choosing:
         """What to draft, of at most so many places, with this `outlook`."""
         if most <= 0 or outlook is Outlook.NOTHING:
             return Choice(0)
-        if self.lone is not None:
+        if (lone := self.lone) is not None:
             assert self.batch.state is not None
-            told = self.batch.state.told(self.lone)
-            choice = self.lone.policy.next_round(may_branch=self.may_branch(self.lone), told=told)
+            told = self.batch.state.told(lone)
+            choice = lone.policy.next_round(may_branch=self.may_branch(lone), told=told)
         else:
             choice = self._shared.next_round(len(self.batch.rows))
         return choice if choice.places <= most else replace(choice, places=self._fitting(choice.places, most))

@@ -29,7 +29,7 @@ class DFlashState(RowState):
         self.drafter, self.target = drafter, target
         self._passes = target.passes_of(drafter, _Passes)
         self.vocabulary = self._passes.vocabulary
-        # The features of a block, or of single tokens, (B, 1, ...) each, which wait; the positions of the first; and the
+        # The features of a block, or of single tokens, (B, 1, ...) each, that wait; the positions of the first; and the
         # most positions that a row has after them.
         self._block: mx.array | None = None
         self._waiting: list[mx.array] = []

@@ -26,14 +26,18 @@ _VARIANCE, _VARIANCE_WEIGHT = 1.0, 4.0
 
 @dataclass
 class Patience:
-    """What an answer leaves to the next one: whether drafting has `failed`, that is paused, and not paid since.
+    """What an answer leaves to the next one.
 
-    Then it may lose half as much time before it pauses, and chance is less of an excuse. rest: tokens of the next rest
-    from drafts that are not used.
+    pause: tokens of the next pause. After one, until drafting has paid, it has `failed`: then it may lose half as much
+    time before it pauses, and chance is less of an excuse. rest: tokens of the next rest from drafts that are not used.
     """
 
-    failed: bool = False
+    pause: int = _FIRST_PAUSE
     rest: int = _FIRST_REST
+
+    @property
+    def failed(self) -> bool:
+        return self.pause > _FIRST_PAUSE
 
     @property
     def limit(self) -> float:
@@ -85,7 +89,6 @@ class Pauses:
         self.patience = patience or Patience()
         self.resting = 0
         self.notice: str | None = None
-        self._length = _FIRST_PAUSE
         self._loss = 0.0
         # Time that drafts took since the last ones that were used. After rests, the first try decides.
         self._unused = 0.0 if self.patience.rest == _FIRST_REST else _MAX_UNUSED
@@ -116,17 +119,16 @@ class Pauses:
         ):
             self._pause(plain)
         elif self._recent.count > 5 and self.speed * plain > _PAYS:
-            self._length, self.patience.failed = _FIRST_PAUSE, False
+            self.patience.pause = _FIRST_PAUSE
 
     def _pause(self, plain: float) -> None:
+        self.resting = self.patience.pause
         self.notice = (
-            f"drafting paused for {self._length} tokens: lately it was {self.speed * plain:.2f} times as fast as "
-            "plain decoding"
+            f"drafting paused for {self.resting} tokens: lately it was {self.speed * plain:.2f} times as fast as plain "
+            "decoding"
         )
-        self.resting = self._length
-        self._length = min(4 * self._length, _LONGEST_PAUSE)
         # The next try judges by what it sees then.
-        self.patience.failed = True
+        self.patience.pause = min(4 * self.patience.pause, _LONGEST_PAUSE)
         self._loss, self._recent, self._losing = 0.0, _Rounds(_FADE), _Rounds()
 
     def note_use(self, used: bool, *, cost: float) -> None:
