@@ -1,5 +1,6 @@
 """What rounds show of the costs that were measured before: how the machine changes, and what was measured wrong."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
@@ -42,12 +43,12 @@ class Drift:
     of_drafts: float = field(init=False)
     of_widths: dict[int, float] = field(init=False)
     # Of the newest rounds of either kind, what is compared, and how many of these there are since the last change.
-    _before: list[float] = field(default_factory=list, init=False)
-    _since: list[float] = field(default_factory=list, init=False)
+    _before: deque[float] = field(default_factory=deque, init=False)
+    _since: deque[float] = field(default_factory=deque, init=False)
     _count: int = field(default=0, init=False)
     _drafting: bool | None = field(default=None, init=False)
     # What the newest rounds with drafts took, beyond what is known of their widths.
-    _newest: list[float] = field(default_factory=list, init=False)
+    _newest: deque[float] = field(default_factory=lambda: deque(maxlen=_BEFORE), init=False)
 
     def __post_init__(self) -> None:
         self.of_drafts = _learnt(self.lessons.of_drafts, _PRIOR_OF_DRAFTS)
@@ -60,11 +61,11 @@ class Drift:
     def compare_kinds(self, ratio: float, *, drafting: bool) -> None:
         """A round of this kind took so many times as long as was measured."""
         if drafting is not self._drafting:
-            self._drafting, self._before, self._since = drafting, self._since, []
+            self._drafting, self._before, self._since = drafting, self._since, deque(maxlen=_COMPARED)
             self._count = -_UNUSUAL[drafting]
         self._count += 1
         if self._count > 0:
-            self._since = [*self._since[1 - _COMPARED :], log(ratio)]
+            self._since.append(log(ratio))
         if self._count == len(self._before) == _COMPARED:
             longer = median(self._since) - median(self._before)
             found = [*self.lessons.of_drafts[1 - _COMPARISONS :], longer if drafting else -longer]
@@ -80,7 +81,7 @@ class Drift:
             found = [*self.lessons.of_widths.get(width, [])[1 - _COMPARISONS :], longer]
             self.lessons.of_widths[width] = found
             self.of_widths[width] = _learnt(found, _PRIOR_OF_WIDTH)
-        self._newest = [*self._newest[1 - _BEFORE :], log(ratio)]
+        self._newest.append(log(ratio))
 
 
 def _learnt(found: Sequence[float], prior: float) -> float:
