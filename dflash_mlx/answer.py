@@ -28,8 +28,9 @@ class GenerationResponse:
     token_ids holds every token emitted, a final end-of-sequence token included; text leaves that one out, and a stop
     string too. Speeds are tokens a second: `prompt_tps` over the tokens that were not cached, up to the first new
     token; `generation_tps` over the tokens after the first. Of a round: num_accepted drafts were kept of `width`,
-    and at most `depth` could have been (a tree has more drafts than that). logprobs: of token_ids, in order; empty
-    unless asked for.
+    and at most `depth` could have been (a tree has more drafts than that). round_s: seconds it took, None where that is
+    not known; a response comes when the next round is on its way. logprobs: of token_ids, in order; empty unless asked
+    for.
     """
 
     text: str
@@ -46,6 +47,7 @@ class GenerationResponse:
     num_accepted: int | None = None
     width: int | None = None
     depth: int | None = None
+    round_s: float | None = None
     notice: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -214,6 +216,7 @@ class Answer:
             num_accepted=num_accepted if drafted else None,
             width=step.width if drafted else None,
             depth=step.depth if drafted else None,
+            round_s=step.seconds,
             notice=self.policy.take_notice(),
             logprobs=step.logprobs[: len(token_ids)],
         )

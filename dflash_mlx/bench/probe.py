@@ -45,8 +45,8 @@ def split_round(pair: ModelPair, rounds: Sequence[Round]) -> Split | None:
         return None
     [((width, depth), _)] = counted.most_common(1)
     whole = median(r.ms for r in rounds if (r.width, r.depth) == (width, depth))
-    # A tree holds several drafts for a place, and its draft always fills all places.
-    places = pair.block_size - 1 if depth < width else width
+    # A tree holds several drafts for a place, and its draft always fills all places. A small one may be a chain.
+    places = pair.block_size - 1 if any(r.depth < r.width for r in rounds) else width
     draft = draft_ms(pair, places)
     verify = pass_ms(pair, width + 1)
     rest = whole - draft - verify

@@ -15,7 +15,7 @@ SCHEMA = 1
 class Round:
     """One response of an answer: a round of `width` drafts, `depth` of which could be kept and `kept` were.
 
-    A width of 0 is a plain step. ms: since the response before it.
+    A width of 0 is a plain step. ms: what it took, or since the response before it where that is not known.
     """
 
     ms: float

@@ -79,7 +79,7 @@ def time_answer(
             if first_s is None:
                 first_s, first_ids = now, len(response.token_ids)
             elif response.token_ids:
-                rounds.append(_round(response, (now - last) * 1000))
+                rounds.append(_round(response, now - last))
             last = now
             token_ids += response.token_ids
             text += response.text
@@ -105,9 +105,9 @@ def time_answer(
     )
 
 
-def _round(response: GenerationResponse, ms: float) -> Round:
+def _round(response: GenerationResponse, since_last: float) -> Round:
     return Round(
-        ms=ms,
+        ms=(since_last if response.round_s is None else response.round_s) * 1000,
         width=response.width or 0,
         depth=response.depth or 0,
         kept=response.num_accepted or 0,

@@ -188,7 +188,11 @@ class Engine:
         self._absorb(current)
         for lane in finished:
             self.leave(lane)
-        self.choosing.observe(current, report, self._seconds(idle))
+        seconds = self._seconds(idle)
+        self.choosing.observe(current, report, seconds)
+        for _, result in results:
+            if isinstance(result, Step):
+                result.seconds = seconds
         return results
 
     def _take(self, lane: Lane, reading: Reading, current: Round, row: int) -> tuple[Step | Exception, int]:

@@ -21,7 +21,8 @@ _HISTORY = 64
 class Step:
     """What a round added to an answer: `tokens` (at least one); `num_accepted` of its `width` drafts stayed.
 
-    `depth` is the most that could have stayed: all of a chain, a tree's longest path.
+    `depth` is the most that could have stayed: all of a chain, a tree's longest path. seconds: what the round took, all
+    its answers together; None where that is not known.
     """
 
     tokens: list[int]
@@ -30,6 +31,7 @@ class Step:
     num_accepted: int
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    seconds: float | None = None
 
 
 @dataclass(eq=False, kw_only=True)

@@ -36,6 +36,7 @@ class Fake:
     step_s: float = 0.1
     first_s: float = 0.5
     words: str = "a fake"
+    rounds_s: list[float] = field(default_factory=list)  # what the first rounds say they took
 
     def answer(self, prompt: Any, params: object) -> Iterator[GenerationResponse]:
         draft = self.name == "drafted"
@@ -43,7 +44,7 @@ class Fake:
         self.time.asked.append((text, self.name))
         tokens = self.tokens(text, self.name)
         acceptance = Acceptance()
-        emitted = 0
+        emitted, rounds = 0, iter(self.rounds_s)
         while emitted < len(tokens):
             size = 3 if draft and emitted else 1
             chunk = tokens[emitted : emitted + size]
@@ -62,6 +63,7 @@ class Fake:
                 num_accepted=kept,
                 width=None if kept is None else 4,
                 depth=None if kept is None else 4,
+                round_s=None if kept is None else next(rounds, None),
                 notice="drafting paused" if draft and emitted == 4 else None,
             )
 

@@ -51,6 +51,14 @@ def test_time_to_the_first_token_is_kept_out_of_the_decoding_speed() -> None:
     assert (plain.finish_reason, plain.prompt_tokens) == ("length", 7)
 
 
+def test_a_round_takes_what_it_says_and_not_the_time_between_responses() -> None:
+    """The next round may have begun, and be half done, before a response comes."""
+    time = Time()
+    fake = replace(fakes(same_tokens, time=time)["drafted"], rounds_s=[0.07, 0.23])
+    run = time_answer(fake, "p", PARAMS, clock=time.clock)
+    assert [round(r.ms) for r in run.rounds] == [70, 230, 150]
+
+
 def test_contestants_take_turns_and_so_does_the_one_that_goes_first() -> None:
     time = Time()
     both = fakes(same_tokens, time=time)

@@ -239,7 +239,7 @@ def test_a_policy_hears_of_each_round_of_its_answer(policy, pause, seconds, monk
     assert [round.drafted for round in policy.heard[:4]] == [0, *[policy.drawn] * 3]
     assert [round.seconds for round in policy.heard[1:]] == [seconds] * (len(steps) - 1)
     for step, round in zip(steps, policy.heard, strict=True):
-        assert (round.width, round.num_accepted) == (step.width, step.num_accepted)
+        assert (round.width, round.num_accepted, round.seconds) == (step.width, step.num_accepted, step.seconds)
         assert round.branched == (policy.branches and step.width > 0)
         assert (round.forecast is not None) == (round.drafted > 0 and (policy.branches or policy.waits))
         assert 0 <= round.promised <= step.depth + 1e-3
