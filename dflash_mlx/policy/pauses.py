@@ -28,16 +28,16 @@ _VARIANCE, _VARIANCE_WEIGHT = 1.0, 4.0
 class Patience:
     """What an answer leaves to the next one.
 
-    pause: tokens of the next pause. After one, until drafting has paid, it has `failed`: then it may lose half as much
-    time before it pauses, and chance is less of an excuse. rest: tokens of the next rest from drafts that are not used.
+    pause: tokens of the last pause, 0 if drafting has paid since. Else it has `failed`: then it may lose half as much time
+    before it pauses, and chance is less of an excuse. rest: tokens of the next rest from drafts that are not used.
     """
 
-    pause: int = _FIRST_PAUSE
+    pause: int = 0
     rest: int = _FIRST_REST
 
     @property
     def failed(self) -> bool:
-        return self.pause > _FIRST_PAUSE
+        return self.pause > 0
 
     @property
     def limit(self) -> float:
@@ -92,7 +92,7 @@ class Pauses:
         self._loss = 0.0
         # Time that drafts took since the last ones that were used. After rests, the first try decides.
         self._unused = 0.0 if self.patience.rest == _FIRST_REST else _MAX_UNUSED
-        self._said = False
+        self._said = self._paused = False
         self._recent, self._losing = _Rounds(_FADE), _Rounds()
 
     @property
@@ -119,16 +119,18 @@ class Pauses:
         ):
             self._pause(plain)
         elif self._recent.count > 5 and self.speed * plain > _PAYS:
-            self.patience.pause = _FIRST_PAUSE
+            self.patience.pause = 0
 
     def _pause(self, plain: float) -> None:
-        self.resting = self.patience.pause
+        # An answer's first one is shorter than the last one, its others are longer.
+        length = self.patience.pause * 4 if self._paused else self.patience.pause // 4
+        self.resting = min(max(length, _FIRST_PAUSE), _LONGEST_PAUSE)
+        self.patience.pause, self._paused = self.resting, True
         self.notice = (
             f"drafting paused for {self.resting} tokens: lately it was {self.speed * plain:.2f} times as fast as plain "
             "decoding"
         )
         # The next try judges by what it sees then.
-        self.patience.pause = min(4 * self.patience.pause, _LONGEST_PAUSE)
         self._loss, self._recent, self._losing = 0.0, _Rounds(_FADE), _Rounds()
 
     def note_use(self, used: bool, *, cost: float) -> None:

@@ -119,17 +119,32 @@ def test_a_loss_that_could_be_chance_is_no_reason_to_pause(rounds, stops, plain)
 
 @PLAIN
 def test_the_next_answer_has_less_patience_until_drafting_pays(plain):
-    """Each round loses 0.6 steps: five may be lost at first, and half as much in the answers after a pause. Their
-    pauses go on from its length."""
+    """Each round loses 0.6 steps: five may be lost at first, and half as much in the answers after a pause."""
+    patience = Patience()
+    assert play(Pauses(patience), [(1, 1.6)] * 20, plain) == 9
+    for _ in range(2):
+        assert play(Pauses(patience), [(1, 1.6)] * 20, plain) == 5
+    play(Pauses(patience), [(1.3, 1)] * 6, plain)
+    assert play(Pauses(patience), [(1, 1.6)] * 20, plain) == 9
+
+
+@PLAIN
+def test_an_answer_begins_with_a_quarter_of_the_last_pause(plain):
     patience = Patience()
 
-    def answer():
-        pauses = Pauses(patience)
-        return play(pauses, [(1, 1.6)] * 20, plain), pauses.resting
+    def pauses_of_an_answer(count):
+        pauses, found = Pauses(patience), []
+        for _ in range(count):
+            play(pauses, [(1, 50)], plain)
+            found.append(pauses.resting)
+            while pauses.take_rest():
+                pass
+        return found
 
-    assert [answer() for _ in range(4)] == [(9, 32), (5, 128), (5, 512), (5, 512)]
+    assert [pauses_of_an_answer(count) for count in (1, 2, 4)] == [[32], [32, 128], [32, 128, 512, 512]]
+    assert [pauses_of_an_answer(count) for count in (1, 3)] == [[128], [32, 128, 512]]
     play(Pauses(patience), [(1.3, 1)] * 6, plain)
-    assert answer() == (9, 32)
+    assert pauses_of_an_answer(1) == [32]
 
 
 def test_a_pause_is_interrupted_by_drafts_that_are_known_to_pay():
