@@ -28,8 +28,8 @@ _VARIANCE, _VARIANCE_WEIGHT = 1.0, 4.0
 class Patience:
     """What an answer leaves to the next one.
 
-    pause: tokens of the last pause, 0 if drafting has paid since. Else it has `failed`: then it may lose half as much time
-    before it pauses, and chance is less of an excuse. rest: tokens of the next rest from drafts that are not used.
+    pause: tokens of the last pause, 0 if drafting has paid since. Else it has `failed`: then it may lose half as much
+    time before it pauses, and chance is less of an excuse. rest: tokens of the next rest from drafts that are not used.
     """
 
     pause: int = 0
