@@ -19,7 +19,7 @@ A strategy belongs to one answer. Everything stays on the device; the host reads
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
@@ -59,7 +59,7 @@ class Outcome:
         if self.walk is not None:
             return self.walk.said
         if self.tokens.shape[-1] == 1:
-            return self.tokens.astype(mx.uint32) + mx.array(0, dtype=mx.uint32)
+            return self.tokens.astype(mx.uint32) + number(0, mx.uint32)
         count = self.num_accepted[..., None].astype(mx.uint32)
         return mx.concatenate([count, self.tokens.astype(mx.uint32)], axis=-1)
 
@@ -73,6 +73,8 @@ class Outcome:
         """The target's own token for each answer, (B,), still on the device."""
         if self.walk is not None:
             return self.walk.anchor
+        if self.depth == 0:
+            return self.tokens[:, 0]
         return mx.take_along_axis(self.tokens, self.num_accepted[:, None], axis=-1)[:, 0]
 
     @classmethod
@@ -94,6 +96,14 @@ class Outcome:
         if self.depth == 0:
             return [Reading(0, own, 0) for own in numbers]
         return [Reading(count, tokens[: count + 1], self.depth) for count, *tokens in numbers]
+
+
+@cache
+def number(value: int, dtype: mx.Dtype) -> mx.array:
+    """A number for the device, the same array each time: to hand over a new one takes as long as several launches."""
+    found = mx.array(value, dtype=dtype)
+    mx.eval(found)
+    return found
 
 
 class Reading(NamedTuple):

@@ -12,6 +12,7 @@ import numpy as np
 
 from dflash_mlx.caches.replay import Pass
 from dflash_mlx.caches.target_caches import BatchCaches, TargetCaches
+from dflash_mlx.decoding.accept import number
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import Drafts, Verdict, block_of
@@ -76,7 +77,9 @@ class Batch:
         if verdict.path is not None:
             self.caches.keep_path(verdict.path)
         self.bounds = [bound + verdict.outcome.depth + 1 for bound in self.bounds]
-        self.at = self.at + 1 if verdict.outcome.depth == 0 else self.at + 1 + verdict.outcome.num_accepted
+        self.at = self.at + number(1, mx.int32)
+        if verdict.outcome.depth:
+            self.at = self.at + verdict.outcome.num_accepted
         self.anchors = verdict.outcome.next_anchors
         self._empty_rows()
 
