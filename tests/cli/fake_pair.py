@@ -149,6 +149,7 @@ def _rounds(
             num_accepted=len(words) - 1,
             width=4,
             depth=4,
+            round_s=0.05,
             notice="drafting paused: a test" if index == 1 else None,
             logprobs=[],
             to_json=lambda totals=totals, found=json_acceptance: {
