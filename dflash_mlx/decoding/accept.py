@@ -58,7 +58,7 @@ class Outcome:
         """
         if self.walk is not None:
             return self.walk.said
-        if self.tokens.shape[-1] == 1:
+        if self.depth == 0:
             return self.tokens.astype(mx.uint32) + number(0, mx.uint32)
         count = self.num_accepted[..., None].astype(mx.uint32)
         return mx.concatenate([count, self.tokens.astype(mx.uint32)], axis=-1)

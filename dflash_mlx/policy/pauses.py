@@ -89,10 +89,12 @@ class Pauses:
         self.patience = patience or Patience()
         self.resting = 0
         self.notice: str | None = None
+        # Of the next pause: an answer's first one is shorter than the last one, its others are longer.
+        self._length = max(self.patience.pause // 4, _FIRST_PAUSE)
         self._loss = 0.0
         # Time that drafts took since the last ones that were used. After rests, the first try decides.
         self._unused = 0.0 if self.patience.rest == _FIRST_REST else _MAX_UNUSED
-        self._said = self._paused = False
+        self._said = False
         self._recent, self._losing = _Rounds(_FADE), _Rounds()
 
     @property
@@ -119,13 +121,11 @@ class Pauses:
         ):
             self._pause(plain)
         elif self._recent.count > 5 and self.speed * plain > _PAYS:
-            self.patience.pause = 0
+            self._length, self.patience.pause = _FIRST_PAUSE, 0
 
     def _pause(self, plain: float) -> None:
-        # An answer's first one is shorter than the last one, its others are longer.
-        length = self.patience.pause * 4 if self._paused else self.patience.pause // 4
-        self.resting = min(max(length, _FIRST_PAUSE), _LONGEST_PAUSE)
-        self.patience.pause, self._paused = self.resting, True
+        self.resting = self.patience.pause = self._length
+        self._length = min(4 * self._length, _LONGEST_PAUSE)
         self.notice = (
             f"drafting paused for {self.resting} tokens: lately it was {self.speed * plain:.2f} times as fast as plain "
             "decoding"
