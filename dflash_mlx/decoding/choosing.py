@@ -1,7 +1,7 @@
 """Who decides what a batch's rounds draft and verify: the policy of its only lane, or the one of several lanes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dflash_mlx.decoding.accept import Reading
 from dflash_mlx.decoding.batch import Batch
@@ -21,6 +21,8 @@ class Choosing:
     target: Target
     batch: Batch
     group: GroupPolicy | None
+    # Of the lone lane: rounds that its policy has not been told of yet, as `observe` takes them.
+    _untold: list[tuple[Round, Lane, Reading, int, float | None]] = field(default_factory=list, init=False)
 
     @property
     def lone(self) -> Lane | None:
@@ -69,16 +71,26 @@ class Choosing:
         return drafts, width if choice.tree else min(width, room)
 
     def observe(self, round: Round, kept: Sequence[tuple[Lane, Reading, int]], seconds: float | None) -> None:
-        """Tell the policy what a round brought: of each lane that is still there, what it read and the drafts kept.
+        """Note what a round brought: of each lane that is still there, what it read and the drafts kept.
 
-        seconds: what it took, None where that is not known.
+        seconds: what it took, None where that is not known. A lone lane's policy is told when it listens.
         """
         if len(round.lanes) > 1:
+            self.tell()
             counts = [(lane, num_accepted) for lane, _, num_accepted in kept]
             self._shared.observe(RoundReport(len(round.lanes), round.drafted, round.width, counts, seconds))
             return
-        forecast = round.chances.forecast() if round.chances is not None else None
         for lane, reading, num_accepted in kept:
+            if after := lane.policy.listens_after:
+                self._untold.append((round, lane, reading, num_accepted, seconds))
+                if len(self._untold) >= after:
+                    self.tell()
+
+    def tell(self) -> None:
+        """Tell the lone lane's policy of all rounds that it has not been told of."""
+        untold, self._untold = self._untold, []
+        for round, lane, reading, num_accepted, seconds in untold:
+            forecast = round.chances.forecast() if round.chances is not None else None
             promised = reading.promised
             if promised is None:
                 promised = forecast.promised(min(num_accepted + 1, round.width)) if forecast is not None else 0.0
@@ -96,6 +108,10 @@ class Choosing:
                     with_text=forecast.kept_with_text(reading.tokens, num_accepted) if forecast is not None else 0,
                 )
             )
+
+    def forget(self) -> None:
+        """Forget rounds that nobody was told of."""
+        self._untold.clear()
 
     def may_branch(self, lane: Lane) -> bool:
         """Whether rounds of this lane may be trees, if it is alone: both models take them, and the lane as well.

@@ -71,6 +71,7 @@ class Engine:
         """End a lane's answer, at any time: its session has its caches back, with what was committed."""
         if lane.session.away is not self:
             return
+        self.choosing.tell()
         [batch] = [batch for batch in (self._batch, *self._joining) if lane in batch.rows]
         batch.give_back(batch.row_of(lane))
         self._joining = [batch for batch in self._joining if batch.rows]
@@ -190,6 +191,8 @@ class Engine:
             self.leave(lane)
         seconds = self._seconds(idle)
         self.choosing.observe(current, report, seconds)
+        if finished:
+            self.choosing.tell()
         for _, result in results:
             if isinstance(result, Step):
                 result.seconds = seconds
@@ -329,6 +332,7 @@ class Engine:
         except BaseException:
             lanes = self.lanes
             self._batch.clear()
+            self.choosing.forget()
             self._round, self._joining = None, []
             for lane in lanes:
                 lane.session.reset()

@@ -97,6 +97,11 @@ class WidthPolicy(Protocol):
     def branches(self) -> bool:
         """Whether rounds may be trees. Stays the same for a whole answer."""
 
+    @property
+    def listens_after(self) -> int:
+        """How many rounds it may be told of together, later: on a fast GPU, rounds wait for what the host does after
+        each. 1: of each at once; 0: of none at all."""
+
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         """The next round; called before the outcome of the current one is known. may_branch: it can be a tree.
 

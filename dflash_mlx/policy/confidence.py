@@ -62,6 +62,9 @@ class ConfidentWidth:
     anew for each.
     """
 
+    # Rounds wait for its choice, which goes by all that came before.
+    listens_after = 1
+
     def __init__(
         self,
         costs: RoundCosts,

@@ -18,6 +18,8 @@ _PAYS = 1.2
 # The time that drafts may take without being used, in plain steps, before drafting rests, and the rests' lengths.
 _MAX_UNUSED = 1.5
 _FIRST_REST, _LONGEST_REST = 16, 256
+# While drafting pays, and in a rest, so many rounds may be told of together.
+_TOGETHER, _TOGETHER_AT_REST = 4, 16
 # Tokens of a rest of which the user is told, once an answer.
 _WORTH_SAYING = 64
 # Before anything is seen, a round's tokens are taken to vary this much; weighs as much as this many rounds.
@@ -94,7 +96,7 @@ class Pauses:
         self._loss = 0.0
         # Time that drafts took since the last ones that were used. After rests, the first try decides.
         self._unused = 0.0 if self.patience.rest == _FIRST_REST else _MAX_UNUSED
-        self._said = False
+        self._said = self._pays = False
         self._recent, self._losing = _Rounds(_FADE), _Rounds()
 
     @property
@@ -120,10 +122,20 @@ class Pauses:
             or (lanes == 1 and self._losing.are_slower(plain, errors=_CHOSEN * errors, lanes=1))
         ):
             self._pause(plain)
-        elif self._recent.count > 5 and self.speed * plain > _PAYS:
-            self._length, self.patience.pause = _FIRST_PAUSE, 0
+        else:
+            self._pays = self._recent.count > 5 and self.speed * plain > _PAYS
+            if self._pays:
+                self._length, self.patience.pause = _FIRST_PAUSE, 0
+
+    @property
+    def listens_after(self) -> int:
+        """How many rounds may be told of together: one where the next may be that after which drafting should pause."""
+        if self.resting > 0:
+            return min(self.resting, _TOGETHER_AT_REST)
+        return _TOGETHER if self._pays else 1
 
     def _pause(self, plain: float) -> None:
+        self._pays = False
         self.resting = self.patience.pause = self._length
         self._length = min(4 * self._length, _LONGEST_PAUSE)
         self.notice = (

@@ -182,6 +182,10 @@ class SteadyTree:
         self.pauses = Pauses(patience)
         self._settle()
 
+    @property
+    def listens_after(self) -> int:
+        return self.pauses.listens_after
+
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         if self.pauses.take_rest(lambda: self.costs.worth(told, self.size)):
             return Choice(0)
@@ -233,6 +237,10 @@ class TreesOrChains:
         # Rounds of trees since the last change, or the beginning.
         self._looked = 0
         self._seconds_of_chains = {width: chains.round(width) for width in self.chains.widths}
+
+    @property
+    def listens_after(self) -> int:
+        return (self.chains if self.experience.chains else self.trees).listens_after
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         policy: WidthPolicy = self.chains if self.experience.chains or not may_branch else self.trees

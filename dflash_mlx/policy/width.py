@@ -43,6 +43,8 @@ class FixedWidth:
     waits: as a policy that chooses by the drafter's probabilities does.
     """
 
+    listens_after = 0
+
     width: int
     places: int = 0
     waits: bool = False
@@ -252,6 +254,10 @@ class SteadyWidth:
         self.widths = sorted({min(width, widest) for width in FEW_WIDTHS})
         speeds = self._speeds()
         self.width = max(speeds, key=lambda width: speeds[width])
+
+    @property
+    def listens_after(self) -> int:
+        return self.pauses.listens_after
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         if self.pauses.take_rest(lambda: self.costs.worth(told, self.width)):

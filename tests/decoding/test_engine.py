@@ -98,6 +98,8 @@ def test_rounds_are_launched_ahead_and_are_the_same_rounds(target, lanes, replay
 class Pausing(FixedWidth):
     """Drafts in a few rounds, and then pauses for a few."""
 
+    listens_after = 1
+
     def __init__(self, width):
         super().__init__(width)
         self.left = 5
@@ -207,7 +209,9 @@ class Clock:
 
 
 class Draws(FixedWidth):
-    """Drafts `drawn` places, verifies what a FixedWidth does of them, and notes what it hears."""
+    """Drafts `drawn` places, verifies what a FixedWidth does of them, and notes what it hears, and after how many."""
+
+    listens_after = 1
 
     def __init__(self, width, drawn, **options):
         super().__init__(width, **options)
@@ -218,6 +222,39 @@ class Draws(FixedWidth):
 
     def observe(self, round):
         self.heard.append(round)
+
+
+class Together(Draws):
+    """Listens after three rounds."""
+
+    listens_after = 3
+
+
+class Deaf(Draws):
+    listens_after = 0
+
+
+@pytest.mark.parametrize("leaves", [None, 4])
+@pytest.mark.parametrize("kind", [Together, Deaf])
+def test_a_policy_is_told_of_several_rounds_together(kind, leaves):
+    """In their order, and of all: also of an answer's last ones, whether it comes to its end or is left before."""
+    engine = Engine(tiny_target("llama"), tiny_drafter())
+    policy = kind(2, 5)
+    lane = lane_of(engine.target, engine.drafter, [3, 1], 20, 0)
+    lane.policy = policy
+    engine.join(lane)
+    steps, heard = [], []
+    while engine.lanes and len(steps) != leaves:
+        steps += [step for _, step in engine.advance()]
+        heard.append(len(policy.heard))
+    engine.leave(lane)
+    if kind is Deaf:
+        assert not policy.heard
+        return
+    assert heard[:6] == [0, 0, 3, 3, 3, 6][: len(heard)]
+    assert [(r.width, r.num_accepted, r.depth) for r in policy.heard] == [
+        (step.width, step.num_accepted, step.depth) for step in steps
+    ]
 
 
 @pytest.mark.parametrize("policy", [Draws(7, 3, places=3), Draws(2, 5, waits=True), Draws(2, 5), Draws(0, 0)])
@@ -297,6 +334,7 @@ class Watched:
     """Waits for its drafts, and notes how many of them it may choose from: of an answer alone, and of several."""
 
     branches = False
+    listens_after = 1
 
     def __init__(self):
         self.offered = []

@@ -134,7 +134,7 @@ def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, clock: Clock | N
 
     clock: by which the policy is told what rounds took.
     """
-    at, end, spent = 0, len(trace.ranks), 0.0
+    at, end, spent, untold = 0, len(trace.ranks), 0.0, []
     following = policy.next_round(may_branch=costs.trees is not None)
     while at < end:
         choice = following
@@ -147,7 +147,11 @@ def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, clock: Clock | N
         # The next draft is launched before the outcome of this round is known.
         following = policy.next_round(may_branch=costs.trees is not None)
         seen = clock(took) if clock is not None else took
-        policy.observe(observed(choice, tree, forecast, path, seen) if choice.places else plain(seen))
+        untold.append(observed(choice, tree, forecast, path, seen) if choice.places else plain(seen))
+        if len(untold) >= policy.listens_after:
+            for round in untold:
+                policy.observe(round)
+            untold.clear()
         at, spent = at + len(path), spent + took
     return at / spent
 
