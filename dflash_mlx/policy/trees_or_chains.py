@@ -189,9 +189,7 @@ class SteadyTree:
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         if self.pauses.take_rest(lambda: self.costs.worth(told, self.size)):
             return Choice(0)
-        # In hundredths, so that few scales come up: a GPU is handed each but once.
-        scale = max(round(self.confidence.calibration, 2), 0.01)
-        return Choice(self.places, tree=self.sizes[-1], scale=scale, width=self.size)
+        return self._choice
 
     def choose(self, forecast: Forecast) -> int:
         return self.size
@@ -206,7 +204,7 @@ class SteadyTree:
         if round.branched:
             tokens = round.forecast.tokens
             self.confidence.weigh_sizes([tokens[min(size, len(tokens) - 1)] for size in self.sizes])
-            self._settle()
+        self._settle()
 
     def seconds_of(self, width: int) -> float:
         """What a round takes, drift left out. At an answer's end a tree may have fewer drafts than was chosen."""
@@ -214,11 +212,14 @@ class SteadyTree:
         return found if found is not None else float(np.interp(width, self.sizes, list(self.seconds.values())))
 
     def _settle(self) -> None:
-        """Take the size that promises most."""
+        """Choose the size that promises most."""
         tokens = self.confidence.tokens
         if len(tokens) == len(self.sizes):
             speeds = {size: kept / self.seconds[size] for size, kept in zip(self.sizes, tokens, strict=True)}
             self.size = max(speeds, key=speeds.__getitem__)
+        # In hundredths, so that few scales come up: a GPU is handed each but once.
+        scale = max(round(self.confidence.calibration, 2), 0.01)
+        self._choice = Choice(self.places, tree=self.sizes[-1], scale=scale, width=self.size)
 
     def take_notice(self) -> str | None:
         notice, self.pauses.notice = self.pauses.notice, None
