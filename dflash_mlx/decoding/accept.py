@@ -37,17 +37,18 @@ class Outcome:
 
     Of one answer, or with a first axis (B,) of several. num_accepted: () int, drafts kept. tokens: (D + 1,): the kept
     drafts, then at index `num_accepted` the target's own token; what comes after it is meaningless. walk: through a
-    tree, where that is how they came about.
+    tree, where that is how they came about. further: (n,) uint32, what else the host wants to know then.
     """
 
     num_accepted: mx.array
     tokens: mx.array
     walk: Walk | None = None
+    further: mx.array | None = None
 
     @classmethod
-    def of_tree(cls, walk: Walk) -> "Outcome":
+    def of_tree(cls, walk: Walk, further: mx.array | None = None) -> "Outcome":
         """Of the only answer, (1,) and (1, D + 1)."""
-        return cls(walk.num_accepted, walk.tokens, walk)
+        return cls(walk.num_accepted, walk.tokens, walk, further)
 
     @cached_property
     def packed(self) -> mx.array:
@@ -57,7 +58,8 @@ class Outcome:
         ahead still reads the old.
         """
         if self.walk is not None:
-            return self.walk.said
+            said = self.walk.said
+            return said if self.further is None else mx.concatenate([said, self.further[None]], axis=1)
         if self.depth == 0:
             return self.tokens.astype(mx.uint32) + number(0, mx.uint32)
         count = self.num_accepted[..., None].astype(mx.uint32)
@@ -89,10 +91,12 @@ class Outcome:
     def read(self) -> list["Reading"]:
         """Wait for the device, and learn what each answer gained."""
         values = np.array(self.packed)
-        numbers = values.tolist()
         if self.walk is not None:
-            [(count, *tokens)], [(promised, depth)] = numbers, values[:, -2:].view(np.float32).tolist()
-            return [Reading(count, tokens[: count + 1], int(depth), promised)]
+            (count, *tokens), others = values[0, : self.depth + 2].tolist(), values[0, self.depth + 2 :]
+            promised, depth = others[:2].view(np.float32).tolist()
+            further = others[2:] if self.further is not None else None
+            return [Reading(count, tokens[: count + 1], int(depth), promised, further)]
+        numbers = values.tolist()
         if self.depth == 0:
             return [Reading(0, own, 0) for own in numbers]
         return [Reading(count, tokens[: count + 1], self.depth) for count, *tokens in numbers]
@@ -108,12 +112,13 @@ def number(value: int, dtype: mx.Dtype) -> mx.array:
 
 class Reading(NamedTuple):
     """What the host learns of an answer's round: the drafts kept, the num_accepted + 1 tokens gained, how many drafts
-    could be kept, and of a tree how many were promised."""
+    could be kept, and of a tree how many were promised, and what else was asked for (`Outcome.further`)."""
 
     num_accepted: int
     tokens: list[int]
     depth: int
     promised: float | None = None
+    further: np.ndarray | None = None
 
 
 class Strategy(Protocol):

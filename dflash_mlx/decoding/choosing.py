@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import mlx.core as mx
+
 from dflash_mlx.decoding.accept import Reading
 from dflash_mlx.decoding.batch import Batch
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.policies import Choice, GroupPolicy, Observation, RoundReport
 from dflash_mlx.decoding.round import Round
-from dflash_mlx.decoding.steps import Drafts
+from dflash_mlx.decoding.steps import Chances, Drafts
 from dflash_mlx.drafters.contract import Drafter, Outlook
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
@@ -86,10 +88,21 @@ class Choosing:
                 if len(self._untold) >= after:
                     self.tell()
 
+    def unread(self, chances: Chances | None) -> mx.array | None:
+        """What is still to be read of the chances that the lone lane's policy will be told of.
+
+        The host reads it with the round's outcome: to read an array of its own takes as long as many launches on CUDA.
+        """
+        if chances is None or chances.known is not None or self.lone is None or not self.lone.policy.listens_after:
+            return None
+        return chances.said
+
     def tell(self) -> None:
         """Tell the lone lane's policy of all rounds that it has not been told of."""
         untold, self._untold = self._untold, []
         for round, lane, reading, num_accepted, seconds in untold:
+            if round.chances is not None and reading.further is not None:
+                round.chances.known = reading.further
             forecast = round.chances.forecast() if round.chances is not None else None
             promised = reading.promised
             if promised is None:

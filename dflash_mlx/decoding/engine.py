@@ -286,7 +286,8 @@ class Engine:
             if lane is not None and lane.history is not None
         }
         fed, logits, features = batch.forward(drafts)
-        verdict = accept(rows, drafts, fed, logits, features, at=at, histories=histories, bits=bits)
+        further = self.choosing.unread(chances)
+        verdict = accept(rows, drafts, fed, logits, features, at=at, histories=histories, bits=bits, further=further)
         batch.move_on(verdict)
         launched = Round(rows, at, verdict, width, drafted=drafted, room=max(batch.bounds), chances=chances)
         # All that the host will read of it: what is not launched now would wait for the next round, too.

@@ -37,6 +37,8 @@ class Chances:
     said: mx.array
     likeliest: Likeliest | LikeliestGrown | Joined | None = None
     scale: float = 1.0
+    # `said`, once the host has read it.
+    known: np.ndarray | None = None
 
     @property
     def branched(self) -> bool:
@@ -56,9 +58,11 @@ class Chances:
         text = self.likeliest.text if isinstance(self.likeliest, Joined) else None
         return Forecast(numbers[:count], numbers[count:-count], self._numbers[-count:].tolist(), text)
 
-    @cached_property
+    @property
     def _numbers(self) -> np.ndarray:
-        return np.array(self.said)
+        if self.known is None:
+            self.known = np.array(self.said)
+        return self.known
 
     def joined(self, text: Continuation) -> "Chances":
         """Those of a tree that is made by the text, too. Waits for the device."""
@@ -67,7 +71,8 @@ class Chances:
             return self
         tree, places = join(found, text, scale=self.scale), (self.said.size - found.size) // 2
         best, firsts = self._numbers[:places], self._numbers[-places:]
-        return Chances(mx.array(np.concatenate([best, tree.chances.view(np.uint32), firsts])), tree, self.scale)
+        known = np.concatenate([best, tree.chances.view(np.uint32), firsts])
+        return Chances(mx.array(known), tree, self.scale, known)
 
     def take(self, rows: Sequence[int]) -> "Chances":
         """Those of some lanes' chains only."""
@@ -208,11 +213,12 @@ def accept(
     at: mx.array,
     histories: dict[int, mx.array],
     bits: dict[int, Bits],
+    further: mx.array | None = None,
 ) -> Verdict:
     """Judge the drafts by the target's logits (B, W + 1, V) for the anchors, at positions `at` (B,), and each draft.
 
     fed: these tokens, (B, W + 1); histories: the tokens up to a lane's anchor, for its processors; bits: what may come
-    at a lane's rows.
+    at a lane's rows; further: what else the host wants to read with the verdict on a tree (`Outcome.further`).
     """
     if isinstance(drafts, DraftTree):
         [lane] = lanes
@@ -221,7 +227,7 @@ def accept(
         path, count = walk.path, lane.top_logprobs
         packed = {} if count is None else {0: pack_logprobs(logits[0][path], walk.tokens[0], count)}
         kept = mx.take(features, path, axis=1) if features is not None else None
-        return Verdict(Outcome.of_tree(walk), mx.take(fed, path, axis=1), kept, packed, path)
+        return Verdict(Outcome.of_tree(walk, further), mx.take(fed, path, axis=1), kept, packed, path)
     if all(lane is None or lane.is_plain_greedy for lane in lanes):
         return Verdict(match(drafts.tokens if drafts else None, mx.argmax(logits, axis=-1)), fed, features, {})
     outcomes, packed = [], {}

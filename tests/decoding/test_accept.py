@@ -151,7 +151,7 @@ def test_outcomes_of_different_depths_are_read_as_each_alone():
     assert together.depth == 4
     for outcome, found in zip(outcomes, together.read(), strict=True):
         alone = read(outcome)
-        assert found == (outcome.depth, alone.tokens, 4, None)
+        assert found == (outcome.depth, alone.tokens, 4, None, None)
 
 
 def test_trees_are_drawn_by_the_same_noise():
@@ -168,10 +168,13 @@ def test_a_tree_is_judged_by_the_noise_of_its_rows_positions():
     ids, log_probs = np.array([[1, 2], [3, 4], [5, 6]]), np.log(np.array([[0.6, 0.4]] * 3))
     tree = HostTree.of(list(best_first(log_probs)), ids, log_probs)
     strategy, kept = Coupled(SamplingParams(temperature=1.0), seed=3), set()
+    further = mx.array([5, 0, 2**32 - 1], dtype=mx.uint32)
     for position in range(20, 60):
         logits = mx.random.normal((tree.size + 1, 7), key=mx.random.key(position))
         walk = judge(strategy, tree.on_device, logits, position)
-        [reading] = Outcome.of_tree(walk).read()
+        [reading], [more] = Outcome.of_tree(walk).read(), Outcome.of_tree(walk, further).read()
+        assert more[:4] == reading[:4]
+        assert (reading.further, more.further.tolist()) == (None, further.tolist())
         kept.add(reading.num_accepted)
         for row, token in zip(walk.path[: reading.num_accepted + 1].tolist(), reading.tokens, strict=True):
             plain = strategy.accept(None, logits[row : row + 1], position + tree.depths[row])

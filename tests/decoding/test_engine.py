@@ -234,6 +234,33 @@ class Deaf(Draws):
     listens_after = 0
 
 
+@pytest.mark.parametrize("kind", [Together, Deaf])
+def test_the_host_reads_a_trees_outcome_and_chances_together(kind, monkeypatch):
+    """The chances that a policy is told are those that were on the device, and nothing else is read for them."""
+    engine = Engine(tiny_target("llama"), tiny_drafter())
+    policy = kind(7, 3, places=3)
+    lane = lane_of(engine.target, engine.drafter, [3, 1], 30, 0)
+    lane.policy = policy
+    engine.join(lane)
+    rounds, observe = [], engine.choosing.observe
+
+    def noted(round, kept, seconds):
+        rounds.append(round)
+        observe(round, kept, seconds)
+
+    monkeypatch.setattr(engine.choosing, "observe", noted)
+    while engine.lanes:
+        engine.advance()
+    drafted = [round for round in rounds if round.chances is not None]
+    assert len(drafted) > 5
+    for round in drafted:
+        further = round.verdict.outcome.further
+        assert (further is round.chances.said) if kind is Together else further is None
+        assert (round.chances.known is None) == (kind is Deaf)
+        if kind is Together:
+            assert mx.array_equal(mx.array(round.chances.known), round.chances.said)
+
+
 @pytest.mark.parametrize("leaves", [None, 4])
 @pytest.mark.parametrize("kind", [Together, Deaf])
 def test_a_policy_is_told_of_several_rounds_together(kind, leaves):
