@@ -31,7 +31,8 @@ class Patience:
     """What an answer leaves to the next one.
 
     pause: tokens of the last pause, 0 if drafting has paid since. Else it has `failed`: then it may lose half as much
-    time before it pauses, and chance is less of an excuse. rest: tokens of the next rest from drafts that are not used.
+    time before it pauses, or a quarter after the longest pause, and chance is less of an excuse. rest: tokens of the
+    next rest from drafts that are not used.
     """
 
     pause: int = 0
@@ -43,6 +44,8 @@ class Patience:
 
     @property
     def limit(self) -> float:
+        if self.pause >= _LONGEST_PAUSE:
+            return _MAX_LOSS / 4
         return _MAX_LOSS / 2 if self.failed else _MAX_LOSS
 
     @property

@@ -8,6 +8,8 @@ was measured. While chains are used, nothing is known of trees, so now and then 
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -91,10 +93,8 @@ class Comparison:
         forecast = round.forecast
         assert forecast is not None
         tokens = forecast.tokens[min(round.width, len(forecast.chances))]
-        chain, survival = [1.0], 1.0
-        for chance in forecast.best.tolist():
-            survival *= min(chance * calibration, 1.0)
-            chain.append(chain[-1] + survival)
+        survivals = accumulate([min(chance * calibration, 1.0) for chance in forecast.best.tolist()], mul)
+        chain = list(accumulate(survivals, initial=1.0))
         self.seconds = FADE * self.seconds + seconds
         for width, took in chains.items():
             rounds = tokens / chain[min(width, len(chain) - 1)]

@@ -46,6 +46,28 @@ def test_the_next_try_may_lose_half_as_much(plain):
 
 
 @PLAIN
+@pytest.mark.parametrize(("pause", "rounds"), [(0, 9), (32, 5), (511, 5), (512, 3)])
+def test_after_the_longest_pause_a_quarter_may_be_lost(pause, rounds, plain):
+    """Each round loses 0.625 steps; so chance may not explain it from the second on."""
+    assert play(Pauses(Patience(pause=pause)), [(1, 1.625)] * 20, plain) == rounds
+
+
+@PLAIN
+def test_rounds_may_be_told_of_together_while_drafting_pays_and_in_a_rest(plain):
+    """Four once six rounds have gained a fifth; in a rest sixteen, but none after its end; else each at once."""
+    pauses, found = Pauses(), []
+    for _ in range(7):
+        found.append(pauses.listens_after)
+        play(pauses, [(2, 1)], plain)
+    assert found == [1] * 6 + [4]
+    play(pauses, [(1, 50)], plain)
+    found = [pauses.listens_after]
+    while pauses.take_rest():
+        found.append(pauses.listens_after)
+    assert found == [*[16] * 17, *range(15, 0, -1), 1]
+
+
+@PLAIN
 def test_a_pause_says_how_long_and_why(plain):
     pauses = Pauses()
     play(pauses, [(1, 3.5)] * 9, plain)
