@@ -20,9 +20,6 @@ from dflash_mlx.tree_steps import PLAIN, TreeSteps
 # Single tokens after a tree, until its positions are put in order.
 _MOST_ALONE = 8
 
-# Parts that are joined by one launch.
-_PARTS = 8
-
 # Computes with rows, which it reads and writes, and with further arrays; returns arrays.
 Body = Callable[..., Sequence[mx.array]]
 
@@ -61,33 +58,6 @@ class Replayed:
 
 def replayed(body: Body, *, on: bool) -> Body:
     return Replayed(body) if on else body
-
-
-def joined(parts: Sequence[mx.array], axis: int) -> mx.array:
-    """`mx.concatenate` of a few small parts, all of one shape, along an axis >= 0, in fewer launches.
-
-    MLX copies each part by a launch of its own. Here each element is chosen from eight parts by one launch, which reads
-    more than it writes.
-    """
-    found = [_chosen(list(parts[i : i + _PARTS]), axis) for i in range(0, len(parts), _PARTS)]
-    return found[0] if len(found) == 1 else mx.concatenate(found, axis=axis)
-
-
-@mx.compile
-def _chosen(parts: list[mx.array], axis: int) -> mx.array:
-    index = _indices(len(parts), parts[0].ndim - axis)
-    found = mx.expand_dims(parts[-1], axis)
-    for i, part in enumerate(parts[:-1]):
-        found = mx.where(index == i, mx.expand_dims(part, axis), found)
-    return found.flatten(axis, axis + 1)
-
-
-@cache
-def _indices(count: int, axes: int) -> mx.array:
-    """0, 1, ... along the first axis, and so many axes after it."""
-    array = mx.arange(count).reshape(-1, *[1] * axes)
-    mx.eval(array)
-    return array
 
 
 class Pass(Mirrored):

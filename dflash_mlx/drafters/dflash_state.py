@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from dflash_mlx.caches.replay import joined, replayed
+from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, confidence, draft_each_place
 from dflash_mlx.drafters.denoising import surest
@@ -76,7 +76,7 @@ class DFlashState(RowState):
             self.rows.reserve(self._room + len(waiting) - count)
             # There is no room made for a row whose lane has left since the first of them, so it must not go on.
             self._at = mx.minimum(self._at, self.rows.lengths.capacity - len(waiting))
-            self._absorb((joined if self.target.replays else mx.concatenate)(waiting, axis=1))
+            self._absorb(mx.concatenate(waiting, axis=1))
             if self.target.replays:
                 # Now, by itself, for the same reason.
                 mx.async_eval([leaf.state for leaf in self.rows.attention])

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from dflash_mlx.caches import target_caches, tree_rows
 from dflash_mlx.caches.own import OwnCaches, copies
-from dflash_mlx.caches.replay import Pass, joined
+from dflash_mlx.caches.replay import Pass
 from dflash_mlx.caches.rollback import choose_rollback
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.target_caches import BatchCaches, SingleCaches
@@ -25,9 +25,6 @@ from dflash_mlx.targets.whole_layers import Attempting, WholeLayers
 from dflash_mlx.tree_steps import PLAIN, TreeSteps
 
 P = TypeVar("P")
-
-# Up to so many tokens, what a launch takes matters more than what it reads.
-_FEW_TOKENS = 64
 
 
 @dataclass
@@ -138,10 +135,7 @@ class Target(Mirrored):
             logits = self.model(tokens, cache=cache)
         if self.whole_layers is not None:
             self.whole_layers.complete(outputs)
-        parts = [self._stream(outputs[i]) for i in layer_ids]
-        if self.replays and tokens.size <= _FEW_TOKENS:
-            return logits, joined(parts, axis=2)
-        return logits, mx.concatenate(parts, axis=2)
+        return logits, mx.concatenate([self._stream(outputs[i]) for i in layer_ids], axis=-1)
 
     def pass_for(self, layer_ids: Sequence[int]) -> Pass:
         """The model's pass in a batch: logits, and the features of these layers unless there are none."""

@@ -1,7 +1,5 @@
 """Passes that are replayed compute what they compute when they are written down anew, with whatever the rows hold."""
 
-import re
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from best_first import HostTree
 from tiny import VOCAB, join, tiny_drafter, tiny_target
 from tiny_families import family_target, unavailable
 
-from dflash_mlx.caches.replay import Replayed, joined
+from dflash_mlx.caches.replay import Replayed
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.decoding.session import Session
@@ -123,28 +121,3 @@ def test_the_body_runs_once_for_a_shape():
         [found] = replayed(caches.rows, mx.zeros((2, count), dtype=mx.int32))
         assert found.tolist() == [[length] * count for length in LENGTHS]
     assert runs == [(2, 1), (2, 2)]
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 8, 9, 64])
-@pytest.mark.parametrize(("shape", "axis"), [((2, 3, 8), 2), ((3, 1, 5), 1)])
-def test_joined_parts_are_concatenated(count, shape, axis):
-    """Number for number, infinite ones included."""
-    parts = [mx.random.normal(shape, key=mx.random.key(i)).astype(mx.bfloat16) for i in range(count)]
-    parts[0][0, 0] = float("inf")
-    assert mx.array_equal(joined(parts, axis), mx.concatenate(parts, axis=axis))
-
-
-def test_few_parts_are_joined_in_one_launch(tmp_path):
-    """MLX computes them as one operation, of its own making, beside views."""
-
-    def operations(found):
-        mx.export_to_dot(str(tmp_path / "found.dot"), found)
-        return re.findall(r'label ?="?([A-Za-z]+)', (tmp_path / "found.dot").read_text())
-
-    parts = list(mx.random.normal((5, 1, 4, 8)))
-    mx.eval(parts)
-    assert {name for name in operations(joined(parts, 2)) if not name.startswith("Compiled")} <= {
-        "ExpandDims",
-        "Flatten",
-    }
-    assert sum(name.startswith("Compiled") for name in operations(joined(parts, 2))) == 1
