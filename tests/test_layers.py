@@ -7,7 +7,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "dflash_mlx"
 # Folders and modules, the lowest first; those of one line may import each other.
 LAYERS = (
-    {"__init__", "detokenizing", "errors", "hooks", "ranks", "rounding", "runtime", "sampling", "tree_steps", "wired"},
+    {
+        *{"__init__", "constants", "detokenizing", "errors", "hooks", "ranks", "rounding", "runtime", "sampling"},
+        *{"tree_steps", "wired"},
+    },
     {"hub"},
     {"caches"},
     {"targets"},

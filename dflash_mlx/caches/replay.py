@@ -7,13 +7,13 @@ keep their shapes until they grow. Whether replaying is faster is measured (`ker
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.caches.tree_rows import TreeShape, branched, keep_path
+from dflash_mlx.constants import constant
 from dflash_mlx.ranks.mirror import Mirrored
 from dflash_mlx.tree_steps import PLAIN, TreeSteps
 
@@ -96,7 +96,8 @@ class Pass(Mirrored):
         else:
             rows.scatter()
             branches: Body = self._tree_over if rows.states else self._tree
-            depths, visible = tree if tree is not None else _single()
+            # A single token is a tree, too.
+            depths, visible = tree or (constant(0, mx.int32, (1,)), constant(True, mx.bool_, (1, 1)))
             *found, lengths.places = branches(rows, tokens, depths, visible, lengths.placed)
             if alone:
                 # Its only row, which is row 0.
@@ -116,14 +117,3 @@ class Pass(Mirrored):
             assert lengths.tree is not None
             assert lengths.tree.places is not None
             return [*self._chain_over(rows, tokens), lengths.tree.places]
-
-
-@cache
-def _single() -> tuple[mx.array, mx.array]:
-    """The shape of a single token as a tree.
-
-    The same arrays each time: to hand new numbers to a GPU takes as long as several launches.
-    """
-    depths, visible = mx.array([0]), mx.array([[True]])
-    mx.eval(depths, visible)
-    return depths, visible

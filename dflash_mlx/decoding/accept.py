@@ -18,13 +18,14 @@ A strategy belongs to one answer. Everything stays on the device; the host reads
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
 
+from dflash_mlx.constants import constant
 from dflash_mlx.decoding.tree import DraftTree, walk
 from dflash_mlx.drafters.contract import DraftVocabulary, Proposal, TreeChooser, best_tokens
 from dflash_mlx.sampling import SamplingParams, sampling_scores
@@ -37,13 +38,17 @@ class Outcome:
 
     Of one answer, or with a first axis (B,) of several. num_accepted: () int, drafts kept. tokens: (D + 1,): the kept
     drafts, then at index `num_accepted` the target's own token; what comes after it is meaningless. walk: through a
-    tree, where that is how they came about. further: (n,) uint32, what else the host wants to know then.
+    tree, where that is how they came about. further: (n,) uint32, what else the host wants to know then. depth: D.
     """
 
     num_accepted: mx.array
     tokens: mx.array
     walk: Walk | None = None
     further: mx.array | None = None
+    depth: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.depth = int(self.tokens.shape[-1]) - 1
 
     @classmethod
     def of_tree(cls, walk: Walk, further: mx.array | None = None) -> "Outcome":
@@ -61,14 +66,9 @@ class Outcome:
             said = self.walk.said
             return said if self.further is None else mx.concatenate([said, self.further[None]], axis=1)
         if self.depth == 0:
-            return self.tokens.astype(mx.uint32) + number(0, mx.uint32)
+            return self.tokens.astype(mx.uint32) + constant(0, mx.uint32)
         count = self.num_accepted[..., None].astype(mx.uint32)
         return mx.concatenate([count, self.tokens.astype(mx.uint32)], axis=-1)
-
-    @property
-    def depth(self) -> int:
-        """The most drafts that could be kept."""
-        return int(self.tokens.shape[-1]) - 1
 
     @property
     def next_anchors(self) -> mx.array:
@@ -100,14 +100,6 @@ class Outcome:
         if self.depth == 0:
             return [Reading(0, own, 0) for own in numbers]
         return [Reading(count, tokens[: count + 1], self.depth) for count, *tokens in numbers]
-
-
-@cache
-def number(value: int, dtype: mx.Dtype) -> mx.array:
-    """A number for the device, the same array each time: to hand over a new one takes as long as several launches."""
-    found = mx.array(value, dtype=dtype)
-    mx.eval(found)
-    return found
 
 
 class Reading(NamedTuple):
@@ -240,7 +232,7 @@ def for_trees(strategy: Strategy) -> TreeStrategy:
 def match(drafts: mx.array | None, choices: mx.array) -> Outcome:
     """Keep drafts (..., W) while they equal the target's choices, (..., W + 1)."""
     if drafts is None:
-        return Outcome(mx.zeros(choices.shape[:-1], dtype=mx.int32), choices)
+        return Outcome(constant(0, mx.int32, choices.shape[:-1]), choices)
     agrees = (drafts == choices[..., :-1]).astype(mx.int32)
     return Outcome(mx.cumprod(agrees, axis=-1).sum(axis=-1), choices)
 

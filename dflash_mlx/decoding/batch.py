@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_mlx.caches.replay import Pass
 from dflash_mlx.caches.target_caches import BatchCaches, TargetCaches
-from dflash_mlx.decoding.accept import number
+from dflash_mlx.constants import constant
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.decoding.steps import Drafts, Verdict, block_of
@@ -65,7 +65,7 @@ class Batch:
         """
         assert self.caches is not None
         block = block_of(self.anchors, drafts)
-        self._rounds_unused = self._rounds_unused + 1 if len(self.lanes) < len(self.rows) else 0
+        self._rounds_unused = self._rounds_unused + 1 if None in self.rows else 0
         self.bounds = [bound if lane else 0 for lane, bound in zip(self.rows, self.bounds, strict=True)]
         tree = drafts.shape if isinstance(drafts, DraftTree) else None
         room = max(self.bounds) + block.shape[1]
@@ -77,7 +77,7 @@ class Batch:
         if verdict.path is not None:
             self.caches.keep_path(verdict.path)
         self.bounds = [bound + verdict.outcome.depth + 1 for bound in self.bounds]
-        self.at = self.at + number(1, mx.int32)
+        self.at = self.at + constant(1, mx.int32)
         if verdict.outcome.depth:
             self.at = self.at + verdict.outcome.num_accepted
         self.anchors = verdict.outcome.next_anchors
@@ -85,7 +85,7 @@ class Batch:
 
     def _empty_rows(self) -> None:
         """Let rows without a lane begin at 0 again, so that they never need room."""
-        if len(self.lanes) < len(self.rows):
+        if None in self.rows:
             self.at = mx.where(mx.array([lane is not None for lane in self.rows]), self.at, 0)
 
     @property

@@ -6,7 +6,6 @@ meantime is None, and what is computed for its row is not looked at.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -149,7 +148,7 @@ class Verdict:
     def read_logprobs(self, row: int) -> list[TokenLogprob]:
         return unpack_logprobs(self.logprobs[row]) if row in self.logprobs else []
 
-    @cached_property
+    @property
     def arrays(self) -> list[mx.array]:
         """What the host will read."""
         return [self.outcome.packed, *self.logprobs.values()]

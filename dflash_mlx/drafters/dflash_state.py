@@ -1,7 +1,6 @@
 """A DFlash drafter at work on a batch of answers."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -9,6 +8,7 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.caches.replay import replayed
 from dflash_mlx.caches.rows import Rows
+from dflash_mlx.constants import constant
 from dflash_mlx.drafters.contract import Drafted, DraftVocabulary, Writer, confidence, draft_each_place
 from dflash_mlx.drafters.denoising import surest
 from dflash_mlx.drafters.row_state import RowState
@@ -114,7 +114,7 @@ class DFlashState(RowState):
         return Drafted(tokens, logits)
 
     def _masks(self, anchors: mx.array, places: int) -> mx.array:
-        return _masks(anchors.shape[0], places, self.drafter.config.mask_token_id)
+        return constant(self.drafter.config.mask_token_id, mx.uint32, (anchors.shape[0], places))
 
     def draft(self, anchors: mx.array, at: mx.array, drafts: mx.array, *, room: int) -> tuple[mx.array, mx.array]:
         """What the drafter says of the places after the anchors: logits (B, W, n) and hidden states (B, W, D).
@@ -127,14 +127,6 @@ class DFlashState(RowState):
         block = mx.concatenate([anchors.astype(mx.uint32)[:, None], drafts], axis=1)
         logits, hidden = self._passes.draft(self.rows, block)
         return logits, hidden
-
-
-@cache
-def _masks(rows: int, places: int, token: int) -> mx.array:
-    """Mask tokens, (rows, places), the same array each time: most rounds draft as many places as the one before."""
-    masks = mx.full((rows, places), token, dtype=mx.uint32)
-    mx.eval(masks)
-    return masks
 
 
 class _Passes:

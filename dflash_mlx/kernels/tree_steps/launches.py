@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx import tree_steps as plain
+from dflash_mlx.constants import constant
 from dflash_mlx.kernels.cuda_modules import cuda_kernel
 from dflash_mlx.tree_steps import LEAST, NOWHERE, SUREST, Found, TreeSteps, Walk
 
@@ -22,7 +23,7 @@ _LOG_SUREST = float(np.log(SUREST))
 
 def rank(scores: mx.array, count: int, token_ids: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """See `tree_steps.rank`."""
-    ids = _number(0) if token_ids is None else token_ids
+    ids = constant(0, mx.int32, (1,)) if token_ids is None else token_ids
     found, log_probs = _replayed(_rank, count, token_ids is not None)(scores, ids)
     return found, log_probs
 
@@ -93,7 +94,7 @@ def _build(
     candidates: mx.array, parents: mx.array, token_ids: mx.array, log_probs: mx.array, size: int
 ) -> list[mx.array]:
     return _kernel("build")(
-        inputs=[candidates, parents, token_ids.astype(mx.uint32), log_probs, _number(size)],
+        inputs=[candidates, parents, token_ids.astype(mx.uint32), log_probs, constant(size, mx.int32, (1,))],
         template=[("THREADS", _THREADS)],
         grid=(_THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
@@ -132,7 +133,14 @@ def _walk(
     tokens: mx.array, probabilities: mx.array, depths: mx.array, visible: mx.array, choices: mx.array, depth: int
 ) -> list[mx.array]:
     return _kernel("walk")(
-        inputs=[tokens, probabilities, depths.astype(mx.int32), visible, choices.astype(mx.uint32), _number(depth + 1)],
+        inputs=[
+            tokens,
+            probabilities,
+            depths.astype(mx.int32),
+            visible,
+            choices.astype(mx.uint32),
+            constant(depth + 1, mx.int32, (1,)),
+        ],
         template=[("THREADS", _THREADS)],
         grid=(_THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
@@ -223,10 +231,3 @@ def _kernel(step: str) -> Any:
     return cuda_kernel(
         name=f"dflash_tree_{step}", input_names=inputs, output_names=outputs, file=f"tree_steps/{step}.cu"
     )
-
-
-@cache
-def _number(number: int) -> mx.array:
-    array = mx.array([number], dtype=mx.int32)
-    mx.eval(array)
-    return array
