@@ -204,7 +204,7 @@ class Rejection:
     def accept(self, proposal: Proposal | None, logits: mx.array, position: int | mx.array) -> Outcome:
         scores = sampling_scores(logits, self.params)
         if proposal is None:
-            return Outcome(mx.array(0), mx.random.categorical(scores, key=self._next_key()))
+            return Outcome(constant(0, mx.int32), mx.random.categorical(scores, key=self._next_key()))
         assert proposal.probs is not None
         return reject(proposal.tokens, proposal.probs, mx.softmax(scores, axis=-1), self._next_key())
 

@@ -209,7 +209,7 @@ class Clock:
 
 
 class Draws(FixedWidth):
-    """Drafts `drawn` places, verifies what a FixedWidth does of them, and notes what it hears, and after how many."""
+    """Drafts `drawn` places, verifies what a FixedWidth does of them, and notes what it hears, after each round."""
 
     listens_after = 1
 
@@ -234,14 +234,19 @@ class Deaf(Draws):
     listens_after = 0
 
 
+def begun(policy, max_tokens):
+    """An engine with a lane that has this policy, and the lane."""
+    engine = Engine(tiny_target("llama"), tiny_drafter())
+    lane = lane_of(engine.target, engine.drafter, [3, 1], max_tokens, 0)
+    lane.policy = policy
+    engine.join(lane)
+    return engine, lane
+
+
 @pytest.mark.parametrize("kind", [Together, Deaf])
 def test_the_host_reads_a_trees_outcome_and_chances_together(kind, monkeypatch):
     """The chances that a policy is told are those that were on the device, and nothing else is read for them."""
-    engine = Engine(tiny_target("llama"), tiny_drafter())
-    policy = kind(7, 3, places=3)
-    lane = lane_of(engine.target, engine.drafter, [3, 1], 30, 0)
-    lane.policy = policy
-    engine.join(lane)
+    engine, _ = begun(kind(7, 3, places=3), 30)
     rounds, observe = [], engine.choosing.observe
 
     def noted(round, kept, seconds):
@@ -265,11 +270,8 @@ def test_the_host_reads_a_trees_outcome_and_chances_together(kind, monkeypatch):
 @pytest.mark.parametrize("kind", [Together, Deaf])
 def test_a_policy_is_told_of_several_rounds_together(kind, leaves):
     """In their order, and of all: also of an answer's last ones, whether it comes to its end or is left before."""
-    engine = Engine(tiny_target("llama"), tiny_drafter())
     policy = kind(2, 5)
-    lane = lane_of(engine.target, engine.drafter, [3, 1], 20, 0)
-    lane.policy = policy
-    engine.join(lane)
+    engine, lane = begun(policy, 20)
     steps, heard = [], []
     while engine.lanes and len(steps) != leaves:
         steps += [step for _, step in engine.advance()]
