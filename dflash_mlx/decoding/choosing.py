@@ -25,6 +25,8 @@ class Choosing:
     group: GroupPolicy | None
     # Of the lone lane: rounds that its policy has not been told of yet, as `observe` takes them.
     _untold: list[tuple[Round, Lane, Reading, int, float | None]] = field(default_factory=list, init=False)
+    # Of its rounds of trees, those since the last one whose chances are read.
+    _unread: int = field(default=0, init=False)
 
     @property
     def lone(self) -> Lane | None:
@@ -89,21 +91,27 @@ class Choosing:
                     self.tell()
 
     def unread(self, chances: Chances | None) -> mx.array | None:
-        """What is still to be read of the chances that the lone lane's policy will be told of.
+        """What is still to be read of a round's chances, if the lone lane's policy is to be told of them.
 
         The host reads it with the round's outcome: to read an array of its own takes as long as many launches on CUDA.
         """
-        if chances is None or chances.known is not None or self.lone is None or not self.lone.policy.listens_after:
+        if chances is None or chances.known is not None or self.lone is None:
             return None
+        self._unread += 1
+        after = self.lone.policy.listens_after
+        if not after or self._unread < after:
+            return None
+        self._unread = 0
         return chances.said
 
     def tell(self) -> None:
         """Tell the lone lane's policy of all rounds that it has not been told of."""
         untold, self._untold = self._untold, []
         for round, lane, reading, num_accepted, seconds in untold:
-            if round.chances is not None and reading.further is not None:
-                round.chances.known = reading.further
-            forecast = round.chances.forecast() if round.chances is not None else None
+            chances = round.chances
+            if chances is not None and reading.further is not None:
+                chances.known = reading.further
+            forecast = chances.forecast() if chances is not None and chances.known is not None else None
             promised = reading.promised
             if promised is None:
                 promised = forecast.promised(min(num_accepted + 1, round.width)) if forecast is not None else 0.0
@@ -112,7 +120,8 @@ class Choosing:
                     round.drafted,
                     round.width,
                     num_accepted,
-                    branched=round.chances is not None and round.chances.branched,
+                    tree=chances is not None and chances.likeliest is not None,
+                    branched=chances is not None and chances.branched,
                     depth=reading.depth,
                     firsts=forecast.kept_of_firsts(reading.tokens) if forecast is not None else 0,
                     forecast=forecast,

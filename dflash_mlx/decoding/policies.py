@@ -71,8 +71,8 @@ class Forecast:
 class Observation:
     """What a round brought: of `width` drafts, made for `drafted` places, `num_accepted` were kept.
 
-    branched: they were chosen from several tokens a place, up to `depth` places after the anchor, and a chain of that
-    length would have kept `firsts`. forecast: None where nobody asked for it. promised: by the drafter's probabilities,
+    tree: they were one, up to `depth` places deep; branched: of several tokens a place. forecast: None where it was not
+    read; else a chain as long as the tree is deep would have kept `firsts`. promised: by the drafter's probabilities,
     how many drafts would be kept, given which were: at each place that was reached, the chance to go on. seconds: None
     where it could not be timed. with_text: so many of the kept came where the text was asked, too, which `promised`
     leaves out.
@@ -81,6 +81,7 @@ class Observation:
     drafted: int
     width: int
     num_accepted: int
+    tree: bool = False
     branched: bool = False
     depth: int = 0
     firsts: int = 0
@@ -100,7 +101,7 @@ class WidthPolicy(Protocol):
     @property
     def listens_after(self) -> int:
         """How many rounds it may be told of together, later: on a fast GPU, rounds wait for what the host does after
-        each. 1: of each at once; 0: of none at all."""
+        each. Of trees, one in so many has a forecast. 1: of each at once; 0: of none at all."""
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         """The next round; called before the outcome of the current one is known. may_branch: it can be a tree.

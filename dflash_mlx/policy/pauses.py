@@ -30,11 +30,12 @@ _VARIANCE, _VARIANCE_WEIGHT = 1.0, 4.0
 class Patience:
     """What an answer leaves to the next one.
 
-    pause: tokens of the last pause, 0 if drafting has paid since. Else it has `failed`: then it may lose half as much
-    time before it pauses, or a quarter after the longest pause, and chance is less of an excuse. rest: tokens of the
-    next rest from drafts that are not used.
+    pays: whether drafting did, clearly, in the newest rounds. pause: tokens of the last pause, 0 if drafting has paid
+    since. Else it has `failed`: then it may lose half as much time before it pauses, or a quarter after the longest
+    pause, and chance is less of an excuse. rest: tokens of the next rest from drafts that are not used.
     """
 
+    pays: bool = False
     pause: int = 0
     rest: int = _FIRST_REST
 
@@ -99,7 +100,7 @@ class Pauses:
         self._loss = 0.0
         # Time that drafts took since the last ones that were used. After rests, the first try decides.
         self._unused = 0.0 if self.patience.rest == _FIRST_REST else _MAX_UNUSED
-        self._said = self._pays = False
+        self._said = False
         self._recent, self._losing = _Rounds(_FADE), _Rounds()
 
     @property
@@ -125,9 +126,9 @@ class Pauses:
             or (lanes == 1 and self._losing.are_slower(plain, errors=_CHOSEN * errors, lanes=1))
         ):
             self._pause(plain)
-        else:
-            self._pays = self._recent.count > 5 and self.speed * plain > _PAYS
-            if self._pays:
+        elif self._recent.count > 5:
+            self.patience.pays = self.speed * plain > _PAYS
+            if self.patience.pays:
                 self._length, self.patience.pause = _FIRST_PAUSE, 0
 
     @property
@@ -135,10 +136,10 @@ class Pauses:
         """How many rounds may be told of together: one where the next may be that after which drafting should pause."""
         if self.resting > 0:
             return min(self.resting, _TOGETHER_AT_REST)
-        return _TOGETHER if self._pays else 1
+        return _TOGETHER if self.patience.pays else 1
 
     def _pause(self, plain: float) -> None:
-        self._pays = False
+        self.patience.pays = False
         self.resting = self.patience.pause = self._length
         self._length = min(4 * self._length, _LONGEST_PAUSE)
         self.notice = (

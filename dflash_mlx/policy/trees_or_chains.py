@@ -24,8 +24,8 @@ from dflash_mlx.policy.width import FADE, AcceptanceEstimate, RoundCosts, Steady
 MOST_GAIN = 1.6
 # A size of trees is left out whose rounds take so many times as long as those of the next smaller one.
 _TOO_MUCH = 1.25
-# A change to chains must promise this much.
-_HYSTERESIS = 1.05
+# A change to chains must promise this much, and this is a clear lead of trees.
+_HYSTERESIS, _CLEARLY = 1.05, 1.1
 # Rounds of trees before a change to chains, and of chains before the next look at trees, which comes less and less
 # often while it changes nothing.
 _LOOK, _FIRST_STAY, _LONGEST_STAY = 4, 64, 2048
@@ -197,14 +197,14 @@ class SteadyTree:
     def observe(self, round: Observation) -> None:
         if round.seconds is not None:
             self.costs.observe(round.seconds, round.width, round.drafted)
-        if round.drafted == 0 or round.forecast is None:
+        if round.drafted == 0:
             return
         self.confidence.observe(round.num_accepted, round.promised)
         self.pauses.observe(round.num_accepted + 1, self.costs.round(round.width), self.costs.plain)
-        if round.branched:
+        if round.branched and round.forecast is not None:
             tokens = round.forecast.tokens
             self.confidence.weigh_sizes([tokens[min(size, len(tokens) - 1)] for size in self.sizes])
-        self._settle()
+            self._settle()
 
     def seconds_of(self, width: int) -> float:
         """What a round takes, drift left out. At an answer's end a tree may have fewer drafts than was chosen."""
@@ -241,7 +241,10 @@ class TreesOrChains:
 
     @property
     def listens_after(self) -> int:
-        return (self.chains if self.experience.chains else self.trees).listens_after
+        if self.experience.chains:
+            return self.chains.listens_after
+        # While trees and chains are about equal, each round's forecast counts.
+        return self.trees.listens_after if self.experience.lead is not None and self.experience.lead > _CLEARLY else 1
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         policy: WidthPolicy = self.chains if self.experience.chains or not may_branch else self.trees
@@ -253,9 +256,9 @@ class TreesOrChains:
     def observe(self, round: Observation) -> None:
         now = self.experience
         # A plain round, at an answer's ends or in a pause, tells something of the kind that is used.
-        of_tree = round.forecast is not None or (round.drafted == 0 and not now.chains)
+        of_tree = round.tree or (round.drafted == 0 and not now.chains)
         policy: WidthPolicy = self.trees if of_tree else self.chains
-        if round.branched:
+        if round.branched and round.forecast is not None:
             calibration, seconds = self.trees.confidence.calibration, self.trees.seconds_of(round.width)
             now.comparison.add(round, calibration, seconds, self._seconds_of_chains)
             self._looked += 1

@@ -245,7 +245,8 @@ def begun(policy, max_tokens):
 
 @pytest.mark.parametrize("kind", [Together, Deaf])
 def test_the_host_reads_a_trees_outcome_and_chances_together(kind, monkeypatch):
-    """The chances that a policy is told are those that were on the device, and nothing else is read for them."""
+    """The chances that a policy is told are those that were on the device, and nothing else is read for them. Of trees
+    that it is told of together, one has them."""
     engine, _ = begun(kind(7, 3, places=3), 30)
     rounds, observe = [], engine.choosing.observe
 
@@ -258,11 +259,11 @@ def test_the_host_reads_a_trees_outcome_and_chances_together(kind, monkeypatch):
         engine.advance()
     drafted = [round for round in rounds if round.chances is not None]
     assert len(drafted) > 5
-    for round in drafted:
-        further = round.verdict.outcome.further
-        assert (further is round.chances.said) if kind is Together else further is None
-        assert (round.chances.known is None) == (kind is Deaf)
-        if kind is Together:
+    for number, round in enumerate(drafted, start=1):
+        told, further = kind is Together and number % 3 == 0, round.verdict.outcome.further
+        assert (further is round.chances.said) if told else further is None
+        assert (round.chances.known is not None) == told
+        if told:
             assert mx.array_equal(mx.array(round.chances.known), round.chances.said)
 
 
@@ -284,6 +285,16 @@ def test_a_policy_is_told_of_several_rounds_together(kind, leaves):
     assert [(r.width, r.num_accepted, r.depth) for r in policy.heard] == [
         (step.width, step.num_accepted, step.depth) for step in steps
     ]
+
+
+def test_of_trees_told_of_together_one_has_a_forecast():
+    """Of the others it is known what they kept, and what was promised of that."""
+    engine, _ = begun(policy := Together(7, 3, places=3), 30)
+    while engine.lanes:
+        engine.advance()
+    trees = [round for round in policy.heard if round.tree]
+    assert [round.forecast is not None for round in trees[:6]] == [False, False, True] * 2
+    assert all(round.branched and 0 < round.promised <= round.num_accepted + 1 for round in trees)
 
 
 @pytest.mark.parametrize("policy", [Draws(7, 3, places=3), Draws(2, 5, waits=True), Draws(2, 5), Draws(0, 0)])

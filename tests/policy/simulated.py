@@ -43,7 +43,16 @@ def observed(
     # The first of a place's candidates is always among a row's children.
     firsts = len(list(takewhile(lambda row: tree.tokens[row - 1] == 0, path[1:])))
     return Observation(
-        choice.places, tree.size, len(path) - 1, choice.tree > 0, max(tree.depths), firsts, forecast, promised, seconds
+        choice.places,
+        tree.size,
+        len(path) - 1,
+        tree=choice.tree > 0,
+        branched=choice.tree > 0,
+        depth=max(tree.depths),
+        firsts=firsts,
+        forecast=forecast,
+        promised=promised,
+        seconds=seconds,
     )
 
 

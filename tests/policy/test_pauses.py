@@ -68,6 +68,20 @@ def test_rounds_may_be_told_of_together_while_drafting_pays_and_in_a_rest(plain)
 
 
 @PLAIN
+def test_they_may_be_at_once_in_an_answer_after_one_where_drafting_paid(plain):
+    """Until six rounds show that it does not pay in this one, or it pauses."""
+    patience = Patience()
+    play(Pauses(patience), [(2, 1)] * 6, plain)
+    for rounds, expected in (([(1, 1)] * 6, [4] * 6 + [1]), ([(2, 1)] * 6, [1] * 6 + [4]), ([(1, 50)], [4, 16])):
+        pauses, found = Pauses(patience), []
+        for one in rounds:
+            found.append(pauses.listens_after)
+            play(pauses, [one], plain)
+        assert [*found, pauses.listens_after] == expected
+    assert Pauses(patience).listens_after == 1
+
+
+@PLAIN
 def test_a_pause_says_how_long_and_why(plain):
     pauses = Pauses()
     play(pauses, [(1, 3.5)] * 9, plain)

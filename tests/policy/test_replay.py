@@ -134,10 +134,10 @@ def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, clock: Clock | N
 
     clock: by which the policy is told what rounds took.
     """
-    at, end, spent, untold = 0, len(trace.ranks), 0.0, []
+    at, end, spent, untold, unread = 0, len(trace.ranks), 0.0, [], 0
     following = policy.next_round(may_branch=costs.trees is not None)
     while at < end:
-        choice = following
+        choice, after = following, policy.listens_after
         tree, forecast, path, took = HostTree([], [], []), None, [0], costs.chains.plain
         if choice.places:
             tree, forecast = drafts_of(policy, choice, trace.probabilities(at))
@@ -147,7 +147,12 @@ def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, clock: Clock | N
         # The next draft is launched before the outcome of this round is known.
         following = policy.next_round(may_branch=costs.trees is not None)
         seen = clock(took) if clock is not None else took
-        untold.append(observed(choice, tree, forecast, path, seen) if choice.places else plain(seen))
+        round = observed(choice, tree, forecast, path, seen) if choice.places else plain(seen)
+        if choice.tree and not choice.waits:
+            # Of trees told of together, the forecast of one is read.
+            unread = (unread + 1) % max(after, 1)
+            round = round if unread == 0 else replace(round, forecast=None, firsts=0)
+        untold.append(round)
         if len(untold) >= policy.listens_after:
             for round in untold:
                 policy.observe(round)

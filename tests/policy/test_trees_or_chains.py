@@ -1,11 +1,13 @@
 """The choice between trees and chains, on simulated machines and texts."""
 
+from dataclasses import replace
 from itertools import cycle
 
 import numpy as np
 import pytest
 from policy.simulated import drafts_of, observed, plain
 
+from dflash_mlx.decoding.policies import Observation
 from dflash_mlx.policy.confidence import Confidence
 from dflash_mlx.policy.trees_or_chains import Experience, SteadyTree, TreesOrChains
 from dflash_mlx.policy.width import RoundCosts, SteadyWidth
@@ -85,6 +87,28 @@ def test_the_next_answer_begins_with_what_this_one_found():
     run(first, SURE, 60, np.random.default_rng(0), 6.4)
     assert experience.chains
     assert not TreesOrChains(*costs_of(6.4), PLACES, experience).next_round(may_branch=True).tree
+
+
+def test_each_forecast_counts_until_trees_lead_clearly():
+    """Trees take a third longer than chains, which is about what they gain, or less long."""
+    for takes, leads in ((6.9, False), (4.2, True)):
+        experience = Experience()
+        policy = TreesOrChains(*costs_of(takes), PLACES, experience)
+        assert policy.listens_after == 1
+        run(policy, UNSURE, 20, np.random.default_rng(0), takes)
+        assert (experience.lead > 1.1) == leads
+        assert policy.listens_after == (4 if leads else 1)
+
+
+def test_a_tree_without_a_forecast_tells_what_was_kept_of_it():
+    policy = TreesOrChains(*costs_of(4.2), PLACES, Experience())
+    run(policy, UNSURE, 20, np.random.default_rng(0), 4.2)
+    comparison, tokens = replace(policy.experience.comparison), policy.trees.confidence.tokens
+    before, speed = policy.trees.confidence.calibration, policy.trees.pauses.speed
+    policy.observe(Observation(PLACES, PLACES, 9, tree=True, branched=True, depth=9, promised=4.5, seconds=4.2))
+    assert policy.trees.confidence.calibration > before
+    assert policy.trees.pauses.speed > speed
+    assert (policy.experience.comparison, policy.trees.confidence.tokens) == (comparison, tokens)
 
 
 def test_trees_that_did_not_pay_may_lose_less_in_the_next_answer():
