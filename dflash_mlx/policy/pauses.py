@@ -7,8 +7,8 @@ from math import sqrt
 # The time drafting may lose, in plain steps, before it pauses, and the pauses' lengths in tokens.
 _MAX_LOSS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
-# How much one more round lets the past fade: a memory of about 20 rounds.
-_FADE = 0.95
+# How much one more round lets the past fade: a memory of about 20 rounds. So few say little.
+_FADE, _FEW = 0.95, 5
 # Standard errors by which the mean of the rounds may be off: pauses about one time in ten where drafting gains a fifth.
 _ERRORS = 1.5
 # So many times as many where all rounds since a loss began count, since these were chosen for their loss.
@@ -18,8 +18,9 @@ _PAYS = 1.2
 # The time that drafts may take without being used, in plain steps, before drafting rests, and the rests' lengths.
 _MAX_UNUSED = 1.5
 _FIRST_REST, _LONGEST_REST = 16, 256
-# While drafting pays, and in a rest, so many rounds may be told of together.
-_TOGETHER, _TOGETHER_AT_REST = 4, 16
+# While drafting pays, so many rounds may be told of together; and more once it is so many times as fast as plain
+# decoding in this answer, and in a rest.
+_TOGETHER, _FAST, _MORE_TOGETHER = 4, 1.6, 16
 # Tokens of a rest of which the user is told, once an answer.
 _WORTH_SAYING = 64
 # Before anything is seen, a round's tokens are taken to vary this much; weighs as much as this many rounds.
@@ -30,12 +31,13 @@ _VARIANCE, _VARIANCE_WEIGHT = 1.0, 4.0
 class Patience:
     """What an answer leaves to the next one.
 
-    pays: whether drafting did, clearly, in the newest rounds. pause: tokens of the last pause, 0 if drafting has paid
-    since. Else it has `failed`: then it may lose half as much time before it pauses, or a quarter after the longest
-    pause, and chance is less of an excuse. rest: tokens of the next rest from drafts that are not used.
+    gain: how many times as fast as plain decoding drafting was in the newest rounds, 0 where that is not known. pause:
+    tokens of the last pause, 0 if drafting has paid since. Else it has `failed`: then it may lose half as much time
+    before it pauses, or a quarter after the longest pause, and chance is less of an excuse. rest: tokens of the next
+    rest from drafts that are not used.
     """
 
-    pays: bool = False
+    gain: float = 0.0
     pause: int = 0
     rest: int = _FIRST_REST
 
@@ -126,20 +128,22 @@ class Pauses:
             or (lanes == 1 and self._losing.are_slower(plain, errors=_CHOSEN * errors, lanes=1))
         ):
             self._pause(plain)
-        elif self._recent.count > 5:
-            self.patience.pays = self.speed * plain > _PAYS
-            if self.patience.pays:
+        elif self._recent.count > _FEW:
+            self.patience.gain = self.speed * plain
+            if self.patience.gain > _PAYS:
                 self._length, self.patience.pause = _FIRST_PAUSE, 0
 
     @property
     def listens_after(self) -> int:
         """How many rounds may be told of together: one where the next may be that after which drafting should pause."""
         if self.resting > 0:
-            return min(self.resting, _TOGETHER_AT_REST)
-        return _TOGETHER if self.patience.pays else 1
+            return min(self.resting, _MORE_TOGETHER)
+        if self.patience.gain > _FAST and self._recent.count > _FEW:
+            return _MORE_TOGETHER
+        return _TOGETHER if self.patience.gain > _PAYS else 1
 
     def _pause(self, plain: float) -> None:
-        self.patience.pays = False
+        self.patience.gain = 0.0
         self.resting = self.patience.pause = self._length
         self._length = min(4 * self._length, _LONGEST_PAUSE)
         self.notice = (
