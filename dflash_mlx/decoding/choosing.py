@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -140,10 +141,11 @@ class Choosing:
 
         A tree has many rows, so several lanes have chains.
         """
-        drafter = self.batch.drafter
-        if not lane.policy.branches or drafter is None or lane.processors or lane.guide is not None:
-            return False
-        return can_branch(self.target, drafter)
+        return lane.policy.branches and not lane.processors and lane.guide is None and self._models_branch
+
+    @cached_property
+    def _models_branch(self) -> bool:
+        return self.batch.drafter is not None and can_branch(self.target, self.batch.drafter)
 
     def _fitting(self, places: int, most: int) -> int:
         """No more places than tokens are wanted, unless another width would have to be written down and compiled."""

@@ -101,7 +101,7 @@ class WidthPolicy(Protocol):
     @property
     def listens_after(self) -> int:
         """How many rounds it may be told of together, later: on a fast GPU, rounds wait for what the host does after
-        each. Of trees, one in so many has a forecast. 1: of each at once; 0: of none at all."""
+        each. Of trees, one in so many has a forecast. 1: of each at once; 0: of none, as long as it is 0."""
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         """The next round; called before the outcome of the current one is known. may_branch: it can be a tree.

@@ -21,6 +21,8 @@ _FIRST_REST, _LONGEST_REST = 16, 256
 # While drafting pays, so many rounds may be told of together; and more once it is so many times as fast as plain
 # decoding in this answer, and in a rest.
 _TOGETHER, _FAST, _MORE_TOGETHER = 4, 1.6, 16
+# Of a rest so many first and last rounds are told of, to be compared with those before and after it (drift.py).
+_ENDS = 32
 # Tokens of a rest of which the user is told, once an answer.
 _WORTH_SAYING = 64
 # Before anything is seen, a round's tokens are taken to vary this much; weighs as much as this many rounds.
@@ -33,12 +35,13 @@ class Patience:
 
     gain: how many times as fast as plain decoding drafting was in the newest rounds, 0 where that is not known. pause:
     tokens of the last pause, 0 if drafting has paid since. Else it has `failed`: then it may lose half as much time
-    before it pauses, or a quarter after the longest pause, and chance is less of an excuse. rest: tokens of the next
-    rest from drafts that are not used.
+    before it pauses, and chance is less of an excuse. longest: of the pauses since it paid; if there is none longer, it
+    may lose a quarter. rest: tokens of the next rest from drafts that are not used.
     """
 
     gain: float = 0.0
     pause: int = 0
+    longest: int = 0
     rest: int = _FIRST_REST
 
     @property
@@ -47,7 +50,7 @@ class Patience:
 
     @property
     def limit(self) -> float:
-        if self.pause >= _LONGEST_PAUSE:
+        if self.longest >= _LONGEST_PAUSE:
             return _MAX_LOSS / 4
         return _MAX_LOSS / 2 if self.failed else _MAX_LOSS
 
@@ -131,13 +134,14 @@ class Pauses:
         elif self._recent.count > _FEW:
             self.patience.gain = self.speed * plain
             if self.patience.gain > _PAYS:
-                self._length, self.patience.pause = _FIRST_PAUSE, 0
+                self._length, self.patience.pause, self.patience.longest = _FIRST_PAUSE, 0, 0
 
     @property
     def listens_after(self) -> int:
         """How many rounds may be told of together: one where the next may be that after which drafting should pause."""
         if self.resting > 0:
-            return min(self.resting, _MORE_TOGETHER)
+            inside = _ENDS < self.resting <= self.patience.pause - _ENDS
+            return 0 if inside else min(self.resting, _MORE_TOGETHER)
         if self.patience.gain > _FAST and self._recent.count > _FEW:
             return _MORE_TOGETHER
         return _TOGETHER if self.patience.gain > _PAYS else 1
@@ -145,6 +149,7 @@ class Pauses:
     def _pause(self, plain: float) -> None:
         self.patience.gain = 0.0
         self.resting = self.patience.pause = self._length
+        self.patience.longest = max(self.patience.longest, self._length)
         self._length = min(4 * self._length, _LONGEST_PAUSE)
         self.notice = (
             f"drafting paused for {self.resting} tokens: lately it was {self.speed * plain:.2f} times as fast as plain "

@@ -46,33 +46,52 @@ def test_the_next_try_may_lose_half_as_much(plain):
 
 
 @PLAIN
-@pytest.mark.parametrize(("pause", "rounds"), [(0, 9), (32, 5), (511, 5), (512, 3)])
-def test_after_the_longest_pause_a_quarter_may_be_lost(pause, rounds, plain):
+@pytest.mark.parametrize(("pause", "longest", "rounds"), [(0, 0, 9), (32, 32, 5), (128, 511, 5), (128, 512, 3)])
+def test_after_the_longest_pause_a_quarter_may_be_lost(pause, longest, rounds, plain):
     """Each round loses 0.625 steps; so chance may not explain it from the second on."""
-    assert play(Pauses(Patience(pause=pause)), [(1, 1.625)] * 20, plain) == rounds
+    assert play(Pauses(Patience(pause=pause, longest=longest)), [(1, 1.625)] * 20, plain) == rounds
+
+
+@PLAIN
+def test_the_longest_pause_counts_until_drafting_pays(plain):
+    """Also after the shorter pauses of later answers."""
+    patience = Patience()
+    for _ in range(2):
+        pauses, found = Pauses(patience), []
+        for _ in range(3):
+            found.append(play(pauses, [(1, 1.625)] * 20, plain))
+            while pauses.take_rest():
+                pass
+    assert (found, patience.pause) == ([3, 3, 3], 512)
+    play(pauses, [(2, 1)] * 6, plain)
+    assert (patience.pause, patience.longest) == (0, 0)
 
 
 @PLAIN
 def test_rounds_may_be_told_of_together_while_drafting_pays_and_in_a_rest(plain):
-    """Four once six rounds have gained a fifth; in a rest sixteen, but none after its end; else each at once."""
-    pauses, found = Pauses(), []
-    for _ in range(7):
-        found.append(pauses.listens_after)
-        play(pauses, [(2, 1)], plain)
-    assert found == [1] * 6 + [4]
-    play(pauses, [(1, 50)], plain)
-    found = [pauses.listens_after]
-    while pauses.take_rest():
-        found.append(pauses.listens_after)
-    assert found == [*[16] * 17, *range(15, 0, -1), 1]
+    """Four once six rounds have gained a fifth, sixteen once they gained more; in a rest sixteen, but none after its end
+    and nothing of the inside of a long one; else each at once."""
+    for tokens, together in ((1.5, 4), (2, 16)):
+        pauses, found = Pauses(), []
+        for _ in range(7):
+            found.append(pauses.listens_after)
+            play(pauses, [(tokens, 1)], plain)
+        assert found == [1] * 6 + [together]
+    for inside in ([], [0] * 64):
+        play(pauses, [(1, 100)], plain)
+        found = [pauses.listens_after]
+        while pauses.take_rest():
+            found.append(pauses.listens_after)
+        ends = [*[16] * 17, *range(15, 0, -1), 1]
+        assert found == ([*[16] * 32, *inside, *ends] if inside else ends)
 
 
 @PLAIN
 def test_they_may_be_at_once_in_an_answer_after_one_where_drafting_paid(plain):
-    """Until six rounds show that it does not pay in this one, or it pauses."""
+    """Only four, until six rounds show how it is in this one, or it pauses."""
     patience = Patience()
     play(Pauses(patience), [(2, 1)] * 6, plain)
-    for rounds, expected in (([(1, 1)] * 6, [4] * 6 + [1]), ([(2, 1)] * 6, [1] * 6 + [4]), ([(1, 50)], [4, 16])):
+    for rounds, expected in (([(1, 1)] * 6, [4] * 6 + [1]), ([(2, 1)] * 6, [1] * 6 + [16]), ([(1, 50)], [4, 16])):
         pauses, found = Pauses(patience), []
         for one in rounds:
             found.append(pauses.listens_after)

@@ -137,7 +137,7 @@ def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, clock: Clock | N
     at, end, spent, untold, unread = 0, len(trace.ranks), 0.0, [], 0
     following = policy.next_round(may_branch=costs.trees is not None)
     while at < end:
-        choice, after = following, policy.listens_after
+        choice = following
         tree, forecast, path, took = HostTree([], [], []), None, [0], costs.chains.plain
         if choice.places:
             tree, forecast = drafts_of(policy, choice, trace.probabilities(at))
@@ -150,13 +150,14 @@ def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, clock: Clock | N
         round = observed(choice, tree, forecast, path, seen) if choice.places else plain(seen)
         if choice.tree and not choice.waits:
             # Of trees told of together, the forecast of one is read.
-            unread = (unread + 1) % max(after, 1)
+            unread = (unread + 1) % max(policy.listens_after, 1)
             round = round if unread == 0 else replace(round, forecast=None, firsts=0)
-        untold.append(round)
-        if len(untold) >= policy.listens_after:
-            for round in untold:
-                policy.observe(round)
-            untold.clear()
+        if after := policy.listens_after:
+            untold.append(round)
+            if len(untold) >= after:
+                for round in untold:
+                    policy.observe(round)
+                untold.clear()
         at, spent = at + len(path), spent + took
     return at / spent
 

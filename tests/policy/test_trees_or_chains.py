@@ -97,7 +97,7 @@ def test_each_forecast_counts_until_trees_lead_clearly():
         assert policy.listens_after == 1
         run(policy, UNSURE, 20, np.random.default_rng(0), takes)
         assert (experience.lead > 1.1) == leads
-        assert policy.listens_after == (4 if leads else 1)
+        assert (policy.listens_after > 1) == leads
 
 
 def test_a_tree_without_a_forecast_tells_what_was_kept_of_it():
