@@ -69,8 +69,8 @@ def test_the_longest_pause_counts_until_drafting_pays(plain):
 
 @PLAIN
 def test_rounds_may_be_told_of_together_while_drafting_pays_and_in_a_rest(plain):
-    """Four once six rounds have gained a fifth, sixteen once they gained more; in a rest sixteen, but none after its end
-    and nothing of the inside of a long one; else each at once."""
+    """Four once six rounds have gained a fifth, sixteen once they have gained more; in a rest sixteen, but none after
+    its end, and of the inside of a long one nothing; else each at once."""
     for tokens, together in ((1.5, 4), (2, 16)):
         pauses, found = Pauses(), []
         for _ in range(7):
