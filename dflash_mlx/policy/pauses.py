@@ -36,7 +36,7 @@ class Patience:
     gain: how many times as fast as plain decoding drafting was in the newest rounds, 0 where that is not known. pause:
     tokens of the last pause, 0 if drafting has paid since. Else it has `failed`: then it may lose half as much time
     before it pauses, and chance is less of an excuse. longest: of the pauses since it paid; if there is none longer, it
-    may lose a quarter. rest: tokens of the next rest from drafts that are not used.
+    may lose an eighth. rest: tokens of the next rest from drafts that are not used.
     """
 
     gain: float = 0.0
@@ -51,7 +51,7 @@ class Patience:
     @property
     def limit(self) -> float:
         if self.longest >= _LONGEST_PAUSE:
-            return _MAX_LOSS / 4
+            return _MAX_LOSS / 8
         return _MAX_LOSS / 2 if self.failed else _MAX_LOSS
 
     @property

@@ -241,10 +241,12 @@ class TreesOrChains:
 
     @property
     def listens_after(self) -> int:
-        if self.experience.chains:
+        now = self.experience
+        if now.chains:
             return self.chains.listens_after
-        # While trees and chains are about equal, each round's forecast counts.
-        return self.trees.listens_after if self.experience.lead is not None and self.experience.lead > _CLEARLY else 1
+        # While trees and chains are about equal, each forecast counts.
+        compares = self.trees.pauses.resting == 0 and (now.lead is None or now.lead < _CLEARLY)
+        return 1 if compares else self.trees.listens_after
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         policy: WidthPolicy = self.chains if self.experience.chains or not may_branch else self.trees

@@ -98,6 +98,12 @@ def test_each_forecast_counts_until_trees_lead_clearly():
         run(policy, UNSURE, 20, np.random.default_rng(0), takes)
         assert (experience.lead > 1.1) == leads
         assert (policy.listens_after > 1) == leads
+    experience.lead = None
+    assert policy.listens_after == 1
+    while not policy.trees.pauses.resting:
+        run(policy, SURE, 1, None, 4.2, cycle([0]))
+    # In a rest there are none.
+    assert policy.listens_after == 16
 
 
 def test_a_tree_without_a_forecast_tells_what_was_kept_of_it():
