@@ -54,7 +54,8 @@ class RandomWidth:
         tree = self.rng.choice([0, 1, 7, 31]) if may_branch else 0
         width = None if waits else self.rng.randint(1, tree or max(places, 1))
         # Probabilities that change from round to round make trees of every form, from broad ones to a single path.
-        return Choice(places, tree=tree, scale=self.rng.choice([0.01, 0.5, 1.0, 100.0]), width=width)
+        rests = not places and self.rng.random() < 0.5
+        return Choice(places, tree=tree, scale=self.rng.choice([0.01, 0.5, 1.0, 100.0]), width=width, rests=rests)
 
     def choose(self, forecast):
         assert ((forecast.best >= 0) & (forecast.best < 1.0001)).all()

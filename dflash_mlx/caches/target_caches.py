@@ -40,6 +40,9 @@ class TargetCaches(Protocol):
     def keep_path(self, path: mx.array) -> None:
         """Of the tree that was fed last, leave the rows of `path` (D + 1,), as if they had been fed as a chain."""
 
+    def put_in_order(self) -> None:
+        """Put positions in order that trees have left out of order, since many single tokens follow."""
+
     def commit(self, fed: int, kept: Sequence[int]) -> None:
         """Of the oldest block, `fed` tokens a row, leave the first `kept` of each."""
 
@@ -90,6 +93,10 @@ class BatchCaches(Mirrored):
             [block] = self._blocks
             assert block.recording is not None
             block.recording, block.branched = block.recording.of(path), True
+
+    @mirrored
+    def put_in_order(self) -> None:
+        self.rows.tidy()
 
     @mirrored
     def commit(self, fed: int, kept: Sequence[int]) -> None:
@@ -185,6 +192,9 @@ class SingleCaches(Mirrored):
 
     def keep_path(self, path: mx.array) -> None:
         raise AssertionError("models without rows take no trees")
+
+    def put_in_order(self) -> None:
+        """They always are."""
 
     @mirrored
     def commit(self, fed: int, kept: Sequence[int]) -> None:

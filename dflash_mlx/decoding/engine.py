@@ -123,6 +123,8 @@ class Engine:
             # Asked again when the newest tokens are known. A pause does not need them.
             return None
         if choice.places == 0:
+            if choice.rests and current.width:
+                batch.put_in_order()
             ahead = wanted > 1 and self._may_launch_ahead(current, drafting=False)
             return Plan(choice, launched=self._launch(None, ahead=True) if ahead else None)
         self._absorb(current)

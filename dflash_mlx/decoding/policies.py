@@ -18,13 +18,14 @@ class Choice:
 
     places: to draft; 0: a plain round. tree: the drafts are a tree of at most so many, found by the drafter's
     probabilities times `scale`; 0: a chain. width: how many to verify; None: `choose` says it, by the forecast, for
-    which the round has to wait.
+    which the round has to wait. rests: after a plain round, many more follow.
     """
 
     places: int
     tree: int = 0
     scale: float = 1.0
     width: int | None = None
+    rests: bool = False
 
     @property
     def waits(self) -> bool:

@@ -81,7 +81,7 @@ class ConfidentWidth:
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         if self.pauses.take_rest(lambda: self.costs.worth(told, self.places)):
-            return Choice(0)
+            return Choice(0, rests=True)
         # What can be told before it is drafted takes no time to draft.
         places = self.places if told else self._places()
         tree = self.widest if self.branches and may_branch else 0

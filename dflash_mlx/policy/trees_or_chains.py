@@ -188,7 +188,7 @@ class SteadyTree:
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         if self.pauses.take_rest(lambda: self.costs.worth(told, self.size)):
-            return Choice(0)
+            return Choice(0, rests=True)
         return self._choice
 
     def choose(self, forecast: Forecast) -> int:

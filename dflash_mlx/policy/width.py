@@ -261,7 +261,7 @@ class SteadyWidth:
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         if self.pauses.take_rest(lambda: self.costs.worth(told, self.width)):
-            return Choice(0)
+            return Choice(0, rests=True)
         return Choice(self.width, width=self.width)
 
     def choose(self, forecast: Forecast) -> int:

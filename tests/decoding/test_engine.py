@@ -234,9 +234,9 @@ class Deaf(Draws):
     listens_after = 0
 
 
-def begun(policy, max_tokens):
+def begun(policy, max_tokens, target=None):
     """An engine with a lane that has this policy, and the lane."""
-    engine = Engine(tiny_target("llama"), tiny_drafter())
+    engine = Engine(target or tiny_target("llama"), tiny_drafter())
     lane = lane_of(engine.target, engine.drafter, [3, 1], max_tokens, 0)
     lane.policy = policy
     engine.join(lane)
@@ -285,6 +285,39 @@ def test_a_policy_is_told_of_several_rounds_together(kind, leaves):
     assert [(r.width, r.num_accepted, r.depth) for r in policy.heard] == [
         (step.width, step.num_accepted, step.depth) for step in steps
     ]
+
+
+class Stops(FixedWidth):
+    """Drafts trees in four rounds, and then no longer."""
+
+    def __init__(self, *, rests):
+        super().__init__(7, places=3)
+        self.left, self.rests = 4, rests
+
+    def next_round(self, *, may_branch, told=0.0):
+        self.left -= 1
+        return super().next_round(may_branch=may_branch) if self.left >= 0 else Choice(0, rests=self.rests)
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("rests", [False, True])
+def test_positions_are_put_in_order_at_once_where_a_rest_begins(rests, replays):
+    """Else after some single tokens. The answer is the same."""
+    target = tiny_target("llama")
+    target.set_replays(replays)
+    engine, _ = begun(Stops(rests=rests), 30, target)
+    tokens, ordered = [], []
+    while engine.lanes:
+        [(_, step)] = engine.advance()
+        tokens += step.tokens
+        if engine.lanes:
+            ordered.append((step.width, engine._batch.caches.rows.lengths.placed is None))
+    assert tokens == plain_tokens(target, [3, 1], 30)
+    last = max(at for at, (width, _) in enumerate(ordered) if width)
+    assert not any(order for width, order in ordered[1:last] if width)
+    # With the last tree the first plain round is on its way.
+    assert ordered.index((0, True), last) == last + (1 if rests else 8)
+    assert ordered[last][1] == rests
 
 
 def test_of_trees_told_of_together_one_has_a_forecast():
