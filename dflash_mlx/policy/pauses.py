@@ -105,7 +105,7 @@ class Pauses:
         self._loss = 0.0
         # Time that drafts took since the last ones that were used. After rests, the first try decides.
         self._unused = 0.0 if self.patience.rest == _FIRST_REST else _MAX_UNUSED
-        self._said = False
+        self._said = self._interrupted = False
         self._recent, self._losing = _Rounds(_FADE), _Rounds()
 
     @property
@@ -141,13 +141,13 @@ class Pauses:
         """How many rounds may be told of together: one where the next may be that after which drafting should pause."""
         if self.resting > 0:
             inside = _ENDS < self.resting <= self.patience.pause - _ENDS
-            return 0 if inside else min(self.resting, _MORE_TOGETHER)
+            return 0 if inside and not self._interrupted else min(self.resting, _MORE_TOGETHER)
         if self.patience.gain > _FAST and self._recent.count > _FEW:
             return _MORE_TOGETHER
         return _TOGETHER if self.patience.gain > _PAYS else 1
 
     def _pause(self, plain: float) -> None:
-        self.patience.gain = 0.0
+        self.patience.gain, self._interrupted = 0.0, False
         self.resting = self.patience.pause = self._length
         self.patience.longest = max(self.patience.longest, self._length)
         self._length = min(4 * self._length, _LONGEST_PAUSE)
@@ -181,7 +181,9 @@ class Pauses:
 
         worth: how many times as fast as plain decoding it will be, as far as that can be told before it is drafted.
         """
-        if self.resting > 0 and worth() < _PAYS:
-            self.resting -= 1
-            return True
+        if self.resting > 0:
+            if worth() < _PAYS:
+                self.resting -= 1
+                return True
+            self._interrupted = True
         return False

@@ -210,6 +210,19 @@ def test_a_pause_is_interrupted_by_drafts_that_are_known_to_pay():
     assert [pauses.take_rest() for _ in range(32)] == [True] * 31 + [False]
 
 
+def test_what_interrupts_a_long_pause_is_told_of():
+    pauses = Pauses(Patience(pause=512))
+    for _ in range(2):
+        play(pauses, [(1, 50)], 1.0)
+        while pauses.resting > 64:
+            pauses.take_rest()
+        assert pauses.listens_after == 0
+        assert not pauses.take_rest(lambda: 1.2)
+        assert pauses.listens_after == 16
+        while pauses.take_rest():
+            pass
+
+
 def test_drafts_that_are_never_used_rest_longer_each_time():
     """A draft takes 0.4 plain steps, and four of them are more than may be lost. After a rest, one is enough."""
     pauses, before = Pauses(), []
