@@ -40,7 +40,7 @@ class TargetCaches(Protocol):
     def keep_path(self, path: mx.array) -> None:
         """Of the tree that was fed last, leave the rows of `path` (D + 1,), as if they had been fed as a chain."""
 
-    def put_in_order(self) -> None:
+    def tidy(self) -> None:
         """Put positions in order that trees have left out of order, since many single tokens follow."""
 
     def commit(self, fed: int, kept: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class BatchCaches(Mirrored):
             block.recording, block.branched = block.recording.of(path), True
 
     @mirrored
-    def put_in_order(self) -> None:
+    def tidy(self) -> None:
         self.rows.tidy()
 
     @mirrored
@@ -193,7 +193,7 @@ class SingleCaches(Mirrored):
     def keep_path(self, path: mx.array) -> None:
         raise AssertionError("models without rows take no trees")
 
-    def put_in_order(self) -> None:
+    def tidy(self) -> None:
         """They always are."""
 
     @mirrored

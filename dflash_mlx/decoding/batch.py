@@ -71,11 +71,6 @@ class Batch:
         room = max(self.bounds) + block.shape[1]
         return block, *self.caches.feed(self.model, block, at=self.at, room=room, tree=tree)
 
-    def put_in_order(self) -> None:
-        """Put the positions in order, since many plain rounds follow."""
-        assert self.caches is not None
-        self.caches.put_in_order()
-
     def move_on(self, verdict: Verdict) -> None:
         """Let the next round begin where a round ends; what it keeps need not be known to the host."""
         assert self.caches is not None

@@ -124,7 +124,8 @@ class Engine:
             return None
         if choice.places == 0:
             if choice.rests and current.width:
-                batch.put_in_order()
+                assert batch.caches is not None
+                batch.caches.tidy()
             ahead = wanted > 1 and self._may_launch_ahead(current, drafting=False)
             return Plan(choice, launched=self._launch(None, ahead=True) if ahead else None)
         self._absorb(current)
