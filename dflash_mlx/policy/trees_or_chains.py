@@ -237,20 +237,24 @@ class TreesOrChains:
         self.experience = experience
         # Rounds of trees since the last change, or the beginning.
         self._looked = 0
+        # Whether this answer's rounds can be trees.
+        self._may_branch = True
         self._seconds_of_chains = {width: chains.round(width) for width in self.chains.widths}
 
     @property
+    def _used(self) -> SteadyTree | SteadyWidth:
+        return self.trees if self._may_branch and not self.experience.chains else self.chains
+
+    @property
     def listens_after(self) -> int:
-        now = self.experience
-        if now.chains:
-            return self.chains.listens_after
+        used, lead = self._used, self.experience.lead
         # While trees and chains are about equal, each forecast counts.
-        compares = self.trees.pauses.resting == 0 and (now.lead is None or now.lead < _CLEARLY)
-        return 1 if compares else self.trees.listens_after
+        compares = used is self.trees and used.pauses.resting == 0 and (lead is None or lead < _CLEARLY)
+        return 1 if compares else used.listens_after
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
-        policy: WidthPolicy = self.chains if self.experience.chains or not may_branch else self.trees
-        return policy.next_round(may_branch=may_branch, told=told)
+        self._may_branch = may_branch
+        return self._used.next_round(may_branch=may_branch, told=told)
 
     def choose(self, forecast: Forecast) -> int:
         raise AssertionError("neither trees nor chains wait here")
@@ -258,8 +262,7 @@ class TreesOrChains:
     def observe(self, round: Observation) -> None:
         now = self.experience
         # A plain round, at an answer's ends or in a pause, tells something of the kind that is used.
-        of_tree = round.tree or (round.drafted == 0 and not now.chains)
-        policy: WidthPolicy = self.trees if of_tree else self.chains
+        policy = (self.trees if round.tree else self.chains) if round.drafted else self._used
         if round.branched and round.forecast is not None:
             calibration, seconds = self.trees.confidence.calibration, self.trees.seconds_of(round.width)
             now.comparison.add(round, calibration, seconds, self._seconds_of_chains)
@@ -283,5 +286,5 @@ class TreesOrChains:
 
     def take_notice(self) -> str | None:
         """A pause of either kind matters only while that kind is used."""
-        notices = self.trees.take_notice(), self.chains.take_notice()
-        return notices[self.experience.chains]
+        of_trees, of_chains = self.trees.take_notice(), self.chains.take_notice()
+        return of_trees if self._used is self.trees else of_chains

@@ -106,6 +106,20 @@ def test_each_forecast_counts_until_trees_lead_clearly():
     assert policy.listens_after == 16
 
 
+def test_an_answer_that_cannot_branch_goes_by_its_chains():
+    """It is told of their rounds as they need it, and their pause is said, though others use trees, which pay."""
+    experience = Experience(lead=1.3)
+    experience.patience_with_trees.gain = 2.0
+    policy = TreesOrChains(*costs_of(4.2), PLACES, experience)
+    run(policy, UNSURE, 1, np.random.default_rng(0), 4.2, may_branch=False)
+    assert policy.listens_after == 1
+    while not policy.chains.pauses.resting:
+        assert policy.take_notice() is None
+        run(policy, UNSURE, 1, None, 4.2, cycle([0]), may_branch=False)
+    assert "paused" in policy.take_notice()
+    assert policy.listens_after == 16
+
+
 def test_a_tree_without_a_forecast_tells_what_was_kept_of_it():
     policy = TreesOrChains(*costs_of(4.2), PLACES, Experience())
     run(policy, UNSURE, 20, np.random.default_rng(0), 4.2)
