@@ -156,8 +156,11 @@ class Answer:
         return None
 
     def finish(self) -> None:
-        """Let later answers begin with what this one has learnt."""
-        if self.drafting:
+        """Let later answers begin with what this one has learnt.
+
+        Where it has learnt nothing, it would only take back what others have learnt since it began.
+        """
+        if self.lane is not None and self.lane.told:
             self.pair.learn(self._experience)
 
     def add(self, step: Step) -> GenerationResponse:

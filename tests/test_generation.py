@@ -30,6 +30,8 @@ from dflash_mlx.policy.width import RoundCosts
 from dflash_mlx.runtime import backend
 from dflash_mlx.sampling import SamplingParams
 
+PROMPTS = [[3, 5], [9], [3, 5, 7, 11, 2], [8] * 12, [1, 2]]
+
 
 class Letters:
     """A detokenizer: token i is the letter at i, and an odd space."""
@@ -280,6 +282,20 @@ def test_answers_side_by_side_learn_apart():
     assert speeds(pair.width_policy())[1] > before[1]
 
 
+@pytest.mark.parametrize("options", [{"width": 3}, {"draft": False}])
+def test_an_answer_that_learns_nothing_leaves_what_others_have_learnt_since_it_began(options):
+    pair = make_pair()
+    pair._costs = PairCosts(RoundCosts({0: 1.0, 1: 1.02, 7: 1.05}, {1: 0.01, 7: 0.01}, steep=False))
+    begun = stream_generate(pair, PROMPTS[0], SamplingParams(max_tokens=40), **options)
+    next(begun)
+    nothing = pair._experience
+    generate(pair, PROMPTS[1], SamplingParams(max_tokens=40))
+    learnt = pair._experience
+    assert learnt is not nothing
+    assert list(begun)[-1].finish_reason is not None
+    assert pair._experience is learnt
+
+
 @pytest.mark.parametrize(("share", "forgotten"), [(1.0, False), (0.95, False), (0.6, True)])
 def test_costs_that_were_measured_beside_other_programs_are_forgotten(share, forgotten, tmp_path, monkeypatch):
     """share: of the measured time that rounds take."""
@@ -298,9 +314,6 @@ def test_costs_that_were_measured_beside_other_programs_are_forgotten(share, for
     store(name, {})
     pair.learn(experience)
     assert (tmp_path / f"{name}.json").exists()
-
-
-PROMPTS = [[3, 5], [9], [3, 5, 7, 11, 2], [8] * 12, [1, 2]]
 
 
 @pytest.mark.parametrize("options", [{}, {"width": 3}, {"draft": False}])

@@ -53,6 +53,8 @@ class Lane:
     top_logprobs: int | None = None
     anchor: int = field(init=False)
     remaining: int = field(init=False)
+    # Whether the policy was told of any round, from which it may have learnt.
+    told: bool = field(init=False, default=False)
     # The tokens before the next one, as far as penalties look back: for the processors only.
     history: mx.array | None = field(init=False, default=None)
 
