@@ -98,8 +98,9 @@ def test_each_forecast_counts_until_trees_lead_clearly():
         run(policy, UNSURE, 20, np.random.default_rng(0), takes)
         assert (experience.lead > 1.1) == leads
         assert (policy.listens_after > 1) == leads
-    experience.lead = None
-    assert policy.listens_after == 1
+    for lead, leads in ((1.06, True), (1.04, False), (None, False)):
+        experience.lead = lead
+        assert (policy.listens_after > 1) == leads
     while not policy.trees.pauses.resting:
         run(policy, SURE, 1, None, 4.2, cycle([0]))
     # In a rest there are none.
