@@ -160,7 +160,7 @@ class Answer:
 
         Where it has learnt nothing, it would only take back what others have learnt since it began.
         """
-        if self.lane is not None and self.lane.told:
+        if self.lane is not None and self.lane.taught:
             self.pair.learn(self._experience)
 
     def add(self, step: Step) -> GenerationResponse:

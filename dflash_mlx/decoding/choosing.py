@@ -116,7 +116,7 @@ class Choosing:
             promised = reading.promised
             if promised is None:
                 promised = forecast.promised(min(num_accepted + 1, round.width)) if forecast is not None else 0.0
-            lane.told = True
+            lane.taught = True
             lane.policy.observe(
                 Observation(
                     round.drafted,

@@ -54,7 +54,7 @@ class Lane:
     anchor: int = field(init=False)
     remaining: int = field(init=False)
     # Whether the policy was told of any round, from which it may have learnt.
-    told: bool = field(init=False, default=False)
+    taught: bool = field(init=False, default=False)
     # The tokens before the next one, as far as penalties look back: for the processors only.
     history: mx.array | None = field(init=False, default=None)
 
