@@ -24,8 +24,8 @@ from dflash_mlx.policy.width import FADE, AcceptanceEstimate, RoundCosts, Steady
 MOST_GAIN = 1.6
 # A size of trees is left out whose rounds take so many times as long as those of the next smaller one.
 _TOO_MUCH = 1.25
-# A change to chains must promise this much; trees that lead by as much are not given up for chance.
-_HYSTERESIS = 1.05
+# A change to chains must promise this much, and this is a clear lead of trees.
+_HYSTERESIS, _CLEARLY = 1.05, 1.1
 # Rounds of trees before a change to chains, and of chains before the next look at trees, which comes less and less
 # often while it changes nothing.
 _LOOK, _FIRST_STAY, _LONGEST_STAY = 4, 64, 2048
@@ -249,7 +249,7 @@ class TreesOrChains:
     def listens_after(self) -> int:
         used, lead = self._used, self.experience.lead
         # While trees and chains are about equal, each forecast counts.
-        compares = used is self.trees and used.pauses.resting == 0 and (lead is None or lead < _HYSTERESIS)
+        compares = used is self.trees and used.pauses.resting == 0 and (lead is None or lead < _CLEARLY)
         return 1 if compares else used.listens_after
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:

@@ -98,7 +98,7 @@ def test_each_forecast_counts_until_trees_lead_clearly():
         run(policy, UNSURE, 20, np.random.default_rng(0), takes)
         assert (experience.lead > 1.1) == leads
         assert (policy.listens_after > 1) == leads
-    for lead, leads in ((1.06, True), (1.04, False), (None, False)):
+    for lead, leads in ((1.11, True), (1.09, False), (None, False)):
         experience.lead = lead
         assert (policy.listens_after > 1) == leads
     while not policy.trees.pauses.resting:
