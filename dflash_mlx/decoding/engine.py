@@ -293,8 +293,9 @@ class Engine:
         verdict = accept(rows, drafts, fed, logits, features, at=at, histories=histories, bits=bits, further=further)
         batch.move_on(verdict)
         launched = Round(rows, at, verdict, width, drafted=drafted, room=max(batch.bounds), chances=chances)
-        # All that the host will read of it: what is not launched now would wait for the next round, too.
-        mx.async_eval(launched.arrays, [verdict.features] if verdict.features is not None else [])
+        # All that the host will read of it: what is not launched now would wait for the next round, too. The features
+        # of a plain round are put together when the drafter takes them in: many of these follow each other.
+        mx.async_eval(launched.arrays, [verdict.features] if width and verdict.features is not None else [])
         return launched
 
     def _limited(self, drafts: Drafts | None) -> tuple[Drafts | None, dict[int, Bits]]:

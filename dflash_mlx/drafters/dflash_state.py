@@ -17,8 +17,8 @@ from dflash_mlx.targets.target import Target
 if TYPE_CHECKING:
     from dflash_mlx.drafters.dflash import DFlashDrafter
 
-# While nothing is drafted, the features of up to so many rounds wait for the drafter.
-_MOST_WAITING = 64
+# While nothing is drafted, the features of up to so many rounds, and tokens, wait for the drafter.
+_MOST_ROUNDS, _MOST_TOKENS = 256, 4096
 
 
 class DFlashState(RowState):
@@ -57,7 +57,8 @@ class DFlashState(RowState):
             self._block = features
             return
         self._waiting.append(features)
-        if len(self._waiting) == _MOST_WAITING:
+        rounds = len(self._waiting)
+        if rounds >= _MOST_ROUNDS or rounds * features.shape[0] >= _MOST_TOKENS:
             self.absorb()
 
     def absorb(self) -> None:

@@ -61,7 +61,7 @@ def test_it_never_waits_for_the_host():
 
 
 @pytest.mark.parametrize("replays", [False, True], ids=["each shape", "few shapes"])
-@pytest.mark.parametrize(("waiting", "few"), [(1, 1), (2, 2), (8, 8), (11, 16), (64, None), (67, 4), (251, 64)])
+@pytest.mark.parametrize(("waiting", "few"), [(1, 1), (2, 2), (8, 8), (11, 16), (256, None), (259, 4), (507, 256)])
 def test_features_that_have_waited_are_taken_in_as_they_came(waiting, few, replays, monkeypatch):
     """In few shapes: with some more, which are written over later, where each shape would be compiled."""
     drafter = tiny_drafter()
@@ -78,14 +78,27 @@ def test_features_that_have_waited_are_taken_in_as_they_came(waiting, few, repla
                 state.settle(at + 1)
         held.append(state.layers())
         if together:
-            assert fed == [64] * (waiting // 64) + ([few if replays else waiting % 64] if waiting % 64 else [])
+            assert fed == [256] * (waiting // 256) + ([few if replays else waiting % 256] if waiting % 256 else [])
         fed.clear()
-    # The last ones of 251 begin so late that those beyond them need more room than was made before.
+    # The last ones of 507 begin so late that those beyond them need more room than was made before.
     end = len(PROMPT) + waiting
     for together, apart in zip(*held, strict=True):
         for name in ("keys", "values"):
             found, expected = (getattr(layer, name)[:, :, :end] for layer in (together, apart))
             assert mx.abs(found - expected).max().item() < 1e-5
+
+
+@pytest.mark.parametrize(("rows", "rounds"), [(1, 256), (16, 256), (17, 241), (64, 64)])
+def test_of_many_answers_fewer_rounds_wait(rows, rounds, monkeypatch):
+    """4,096 tokens at most."""
+    drafter, fed = tiny_drafter(), []
+    state = drafter.blank(tiny_target("llama"), rows, 1)
+    monkeypatch.setattr(state._passes, "absorb", lambda rows, features: fed.append(features.shape[:2]))
+    features = mx.zeros((rows, 1, drafter.config.feature_size))
+    for i in range(rounds):
+        assert not fed
+        state.extend(mx.zeros((rows, 1)), features, mx.full((rows,), i), room=i + 1, all_kept=True)
+    assert fed == [(rows, rounds)]
 
 
 def test_a_row_whose_lane_has_left_gets_no_more_room_than_there_is(monkeypatch):
