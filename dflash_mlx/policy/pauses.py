@@ -13,6 +13,8 @@ _FADE, _FEW = 0.95, 5
 _ERRORS = 1.5
 # So many times as many where all rounds since a loss began count, since these were chosen for their loss.
 _CHOSEN = 3.0
+# So many rounds of which no draft was kept are no chance, however little they lose; half as many after a failure.
+_IN_VAIN = 16
 # Drafting pays if it is so many times as fast as plain decoding.
 _PAYS = 1.2
 # The time that drafts may take without being used, in plain steps, before drafting rests, and the rests' lengths.
@@ -35,8 +37,8 @@ class Patience:
 
     gain: how many times as fast as plain decoding drafting was in the newest rounds, 0 where that is not known. pause:
     tokens of the last pause, 0 if drafting has paid since. Else it has `failed`: then it may lose half as much time
-    before it pauses, and chance is less of an excuse. longest: of the pauses since it paid; if there is none longer, it
-    may lose an eighth. rest: tokens of the next rest from drafts that are not used.
+    before it pauses, half as many rounds may be in vain, and chance is less of an excuse. longest: of the pauses since
+    it paid; if none is longer, it may lose an eighth. rest: tokens of the next rest from drafts that are not used.
     """
 
     gain: float = 0.0
@@ -57,6 +59,16 @@ class Patience:
     @property
     def errors(self) -> float:
         return _ERRORS / 3 if self.failed else _ERRORS
+
+    @property
+    def in_vain(self) -> float:
+        """So many rounds of which no draft was kept are a failure."""
+        return _IN_VAIN / 2 if self.failed else _IN_VAIN
+
+    def warn(self, other: "Patience") -> None:
+        """Where this way of drafting failed up to the longest pause, let the drafter's other one begin like that."""
+        if self.longest >= _LONGEST_PAUSE:
+            other.pause, other.longest = self.pause, self.longest
 
 
 @dataclass
@@ -93,7 +105,8 @@ class Pauses:
     The loss is counted in plain steps: what a round took beyond what its tokens would have taken. Gains pay losses
     back, but are not saved up, so a change for the worse is noticed as soon in a long answer as in a short one. A run
     of bad luck is no reason: rounds have to be slower than plain decoding by more than chance, the last 20 or so, which
-    tells of a change soon, or all since the loss began, which tells of a loss that is small in each round.
+    tells of a change soon, or all since the loss began, which tells of a loss that is small in each round. Where none
+    of many rounds' drafts was kept, no loss is small enough.
     """
 
     def __init__(self, patience: Patience | None = None) -> None:
@@ -124,17 +137,22 @@ class Pauses:
             self._loss, self._losing = 0.0, _Rounds()
         else:
             self._losing.add(tokens, seconds)
-        errors = self.patience.errors
-        if self._loss > self.patience.limit / sqrt(lanes) and (
-            self._recent.are_slower(plain, errors=errors, lanes=lanes)
-            # Of several answers the recent rounds leave less to chance.
-            or (lanes == 1 and self._losing.are_slower(plain, errors=_CHOSEN * errors, lanes=1))
-        ):
+        if self._fails(plain, lanes):
             self._pause(plain)
         elif self._recent.count > _FEW:
             self.patience.gain = self.speed * plain
             if self.patience.gain > _PAYS:
                 self._length, self.patience.pause, self.patience.longest = _FIRST_PAUSE, 0, 0
+
+    def _fails(self, plain: float, lanes: int) -> bool:
+        patience, losing = self.patience, self._losing
+        if losing.count >= patience.in_vain and losing.tokens == losing.count:
+            return True
+        return self._loss > patience.limit / sqrt(lanes) and (
+            self._recent.are_slower(plain, errors=patience.errors, lanes=lanes)
+            # Of several answers the recent rounds leave less to chance.
+            or (lanes == 1 and losing.are_slower(plain, errors=_CHOSEN * patience.errors, lanes=1))
+        )
 
     @property
     def listens_after(self) -> int:

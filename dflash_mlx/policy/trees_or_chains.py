@@ -277,10 +277,12 @@ class TreesOrChains:
             if now.stayed >= now.stay or paused:
                 now.chains, now.stayed, now.stay = False, 0, min(2 * now.stay, _LONGEST_STAY)
                 self._looked = 0
+                now.patience.warn(now.patience_with_trees)
         elif self._looked >= _LOOK or (self._looked and self.trees.pauses.resting > 0):
             now.lead = now.comparison.lead
             if now.lead < 1 / _HYSTERESIS:
                 now.chains = True
+                now.patience_with_trees.warn(now.patience)
             else:
                 now.stay = _FIRST_STAY
 

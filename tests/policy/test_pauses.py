@@ -130,7 +130,7 @@ def test_the_mean_of_many_lanes_may_lose_less(lanes, rounds, plain):
     pauses = Pauses()
     for i in range(rounds):
         assert not pauses.resting, i
-        pauses.observe(1, 1.3 * plain, plain, lanes=lanes)
+        pauses.observe(2, 2.3 * plain, plain, lanes=lanes)
     assert pauses.resting
 
 
@@ -158,10 +158,10 @@ def test_after_a_good_stretch_as_much_may_be_lost_as_at_first(plain):
         ([(1, 3.5), (5, 3.5)], range(310, 330)),
         ([(1, 3.4), (5, 3.4)], range(490, 510)),
         # Always the same: 1.5 * sqrt(20 * 4 / 24) / 20 = 0.137 tokens of doubt, or 0.145 but for 0.95 ** 57.
-        ([(1, 1.145)], range(55, 60)),
+        ([(2, 2.145)], range(55, 60)),
         # 4.5 * sqrt(n * 4 / (n + 4)), about 9 tokens: 0.12 * n after 73 rounds, and 0.03 * n after 298.
-        ([(1, 1.12)], range(70, 80)),
-        ([(1, 1.03)], range(290, 305)),
+        ([(2, 2.12)], range(70, 80)),
+        ([(2, 2.03)], range(290, 305)),
     ],
 )
 def test_a_loss_that_could_be_chance_is_no_reason_to_pause(rounds, stops, plain):
@@ -170,6 +170,34 @@ def test_a_loss_that_could_be_chance_is_no_reason_to_pause(rounds, stops, plain)
     pauses = Pauses()
     assert play(pauses, [(tokens, mean) for tokens, _ in rounds] * 100, plain) is None
     assert play(pauses, rounds * 300, plain) in stops
+
+
+@PLAIN
+@pytest.mark.parametrize(
+    ("pause", "rounds", "stops"),
+    [
+        # Each loses a hundredth of a plain step: as many rounds of other drafts would not be enough to pause.
+        (0, [(1, 1.01)] * 30, 16),
+        (32, [(1, 1.01)] * 30, 8),
+        (0, [(2, 2.01)] * 30, None),
+        # One draft was kept, which did not make up for the loss.
+        (0, [(1, 1.12)] * 15 + [(2, 1.12)] + [(1, 1.12)] * 10, None),
+        # It did, and all begins anew.
+        (0, [(1, 1.01)] * 15 + [(2, 1.01)] + [(1, 1.01)] * 30, 32),
+    ],
+)
+def test_rounds_of_which_no_draft_is_kept_are_soon_enough(pause, rounds, stops, plain):
+    assert play(Pauses(Patience(pause=pause)), rounds, plain) == stops
+
+
+@PLAIN
+def test_of_a_drafter_that_failed_up_to_the_longest_pause_another_way_has_as_little_patience(plain):
+    trees, chains = Patience(pause=128, longest=128), Patience()
+    trees.warn(chains)
+    assert chains == Patience()
+    trees.longest = 512
+    trees.warn(chains)
+    assert play(Pauses(chains), [(1, 1.625)] * 20, plain) == 2
 
 
 @PLAIN

@@ -190,6 +190,17 @@ def test_answers_that_cannot_branch_say_nothing_about_trees():
 
 
 @pytest.mark.parametrize("chains", [True, False])
+def test_after_hopeless_drafts_those_of_the_other_kind_may_lose_as_little(chains):
+    experience = Experience(chains=chains)
+    of_both = [experience.patience_with_trees, experience.patience]
+    of_both[chains].pause = of_both[chains].longest = 512
+    policy = TreesOrChains(*costs_of(6.4), PLACES, experience)
+    while experience.chains == chains:
+        run(policy, SURE, 1, None, 6.4, cycle([0]))
+    assert of_both[0] == replace(of_both[1], gain=of_both[0].gain)
+
+
+@pytest.mark.parametrize("chains", [True, False])
 def test_hopeless_drafts_pause_whatever_their_kind(chains):
     policy = TreesOrChains(*costs_of(6.4), PLACES, Experience(chains=chains))
     notices = []
