@@ -503,7 +503,8 @@ def test_an_answer_left_open_gives_way_to_the_next(target):
 
 @pytest.mark.parametrize("policy", [FixedWidth(3), FixedWidth(9, places=7), FixedWidth(9, places=7, waits=True)])
 def test_what_the_host_reads_is_launched_with_its_round(policy, monkeypatch):
-    """Anything else would be computed after the next round, for which the host would have to wait."""
+    """Anything else would be computed after the next round, for which the host would have to wait. A plain round's
+    features are left to the drafter."""
     launched: set[int] = set()
     kept: list[object] = []
     async_eval, settle = mx.async_eval, Engine._settle
@@ -516,6 +517,7 @@ def test_what_the_host_reads_is_launched_with_its_round(policy, monkeypatch):
 
     def checking(engine, current, plan, idle):
         assert {id(array) for array in current.arrays} <= launched
+        assert (id(current.verdict.features) in launched) == (current.width > 0)
         return settle(engine, current, plan, idle)
 
     monkeypatch.setattr(engines.mx, "async_eval", noting)
