@@ -21,7 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import truediv
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 import mlx.core as mx
@@ -39,19 +41,21 @@ from dflash_mlx.policy.stored import name_by_files, read_json, store
 from dflash_mlx.rounding import TOLERANCE, relative_difference
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.loading import activation_dtype
-from dflash_mlx.targets.target import Target
+from dflash_mlx.targets.target import Recorded, Target
 from dflash_mlx.tree_steps import PLAIN, rank
 
 # A round's rows, for which things are measured, and more, of several answers, for which the linear kernel is tried.
 _ROUND, _MORE_ROWS = 16, (512, 256, 64)
-# How often each way is timed: so many rounds in a queue, after some that are not timed.
-_TURNS, _QUEUED, _UNTIMED = 4, 4, 2
+# How often each way is timed, and at most, until rounds have taken so long together: so many rounds in a queue, after
+# some that are not timed.
+_TURNS, _MOST_TURNS, _SECONDS = 4, 16, 1.0
+_QUEUED, _UNTIMED = 4, 2
 # How products of rows and passes are made: whether passes are replayed, and up to how many rows the kernel is used.
 Way = tuple[bool, int]
 W = TypeVar("W")
 _ORDINARY: Way = False, 0
 # To be raised when it is chosen among other ways.
-_SCHEMA = 6
+_SCHEMA = 7
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,11 @@ def use_where_faster(
 
     groups: list[list[nn.Linear]] = []
 
+    recorded: dict[Way, Recorded] = {}
+
     def switch(way: Way) -> None:
         set_few_rows(layers, way[1], groups)
-        target.set_replays(way[0])
+        target.set_replays(way[0], recorded.setdefault(way, Recorded()))
 
     if layers:
         switch(_ORDINARY)
@@ -157,9 +163,9 @@ def _fastest_way(target: Target, drafter: Drafter | None, switch: Callable[[Way]
     """Measure replaying and the kernel for products together: each makes the other worth more, or less."""
 
     def fastest(rows: int, ways: Sequence[Way]) -> Way:
-        seconds = _compare(target, drafter, rows, ways, switch)
-        best = min(ways, key=lambda way: seconds[way])
-        return best if is_faster(seconds[best], seconds[ways[0]]) else ways[0]
+        shares = _compare(target, drafter, rows, ways, switch)
+        best = min(ways, key=lambda way: shares[way])
+        return best if is_faster(shares[best], 1.0) else ways[0]
 
     replays = (False, True) if _can_replay(target, drafter) else (False,)
     ways = [(on, most) for on in replays for most in ((0, _ROUND) if kernel else (0,))]
@@ -194,13 +200,18 @@ def _rows(drafter: Drafter | None) -> int:
 def _compare(
     target: Target, drafter: Drafter | None, rows: int, ways: Sequence[W], switch: Callable[[W], None]
 ) -> dict[W, float]:
-    """The least that a round's computing takes over `rows` rows, in turns, each way after it was switched to."""
+    """How many times as long as in the first way a round's computing takes over `rows` rows, by the median turn.
+
+    A computer that shares its cores with others may be slow for a second, in all ways alike. So turns are short: each
+    way is recorded once, and turns are compared by themselves.
+    """
 
     def timed(way: W) -> float:
         switch(way)
         return _seconds(target, drafter, rows)
 
-    return {way: min(times) for way, times in take_turns(ways, timed, times=_TURNS).items()}
+    times = take_turns(ways, timed, times=_TURNS, most=_MOST_TURNS, enough=_SECONDS)
+    return {way: median(map(truediv, taken, times[ways[0]])) for way, taken in times.items()}
 
 
 def _seconds(target: Target, drafter: Drafter | None, rows: int) -> float:

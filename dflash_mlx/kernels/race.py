@@ -88,17 +88,22 @@ def race(ordinary: Way, own: Way, inputs: Callable[[int], mx.array], rows: Seque
 
 
 def take_turns(
-    ways: Sequence[W], seconds: Callable[[W], float], *, times: int = _TIMED, most: int | None = None
+    ways: Sequence[W],
+    seconds: Callable[[W], float],
+    *,
+    times: int = _TIMED,
+    most: int | None = None,
+    enough: float | None = None,
 ) -> dict[W, list[float]]:
     """What each way takes, so many times; the first turn, in which things are compiled, does not count.
 
-    most: so many times where all turns together are quick. Take the least of them where other work may have disturbed
+    most: so many times, until all turns together have taken `enough` seconds. Take the least of them where other work may have disturbed
     them, as on a computer that launches what a GPU does: it only makes them longer.
     """
     taken: dict[W, list[float]] = {way: [] for way in ways}
-    spent = 0.0
+    spent, enough = 0.0, _SECONDS if enough is None else enough
     for turn in range(1 + max(times, most or 0)):
-        if turn > times and spent > _SECONDS:
+        if turn > times and spent > enough:
             break
         for way in ways:
             taken[way].append(seconds(way))

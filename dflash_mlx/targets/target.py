@@ -28,6 +28,18 @@ P = TypeVar("P")
 
 
 @dataclass
+class Recorded:
+    """What is computed in one way and may have been recorded to be replayed (`caches.replay`).
+
+    passes: the target's, by the layers whose outputs are features; drafting: what drafters compute for the target, by
+    the drafter's id.
+    """
+
+    passes: dict[tuple[int, ...], Pass] = field(default_factory=dict)
+    drafting: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
 class Target(Mirrored):
     """A loaded target model.
 
@@ -43,7 +55,7 @@ class Target(Mirrored):
     head_module: nn.Module
     final_norm: Callable[[mx.array], mx.array] | None
     _heads: dict[tuple[int, ...], Callable[[mx.array], mx.array]] = field(default_factory=dict)
-    _passes: dict[tuple[int, ...], Pass] = field(default_factory=dict)
+    recorded: Recorded = field(default_factory=Recorded)
     replays: bool = False
     # Which kernels its layers use instead of MLX's operations, and how the steps of trees of drafts are computed.
     kernels: str = ""
@@ -52,8 +64,6 @@ class Target(Mirrored):
     machines: int = 1
     # Where each of them has whole layers: which ones this one has.
     whole_layers: WholeLayers | None = None
-    # What drafters compute for this target, by the drafter's id.
-    drafting: dict[int, Any] = field(default_factory=dict)
     _rows: bool | None = None
     _trees: bool | None = None
 
@@ -140,9 +150,10 @@ class Target(Mirrored):
     def pass_for(self, layer_ids: Sequence[int]) -> Pass:
         """The model's pass in a batch: logits, and the features of these layers unless there are none."""
         key = tuple(layer_ids)
-        if key not in self._passes:
-            self._passes[key] = self._make_pass(key)
-        return self._passes[key]
+        passes = self.recorded.passes
+        if key not in passes:
+            passes[key] = self._make_pass(key)
+        return passes[key]
 
     @mirrored
     def _make_pass(self, layer_ids: Sequence[int]) -> Pass:
@@ -216,19 +227,19 @@ class Target(Mirrored):
 
     def passes_of(self, drafter: Any, make: "Callable[[Any, Target], P]") -> P:
         """What a drafter computes for this target, made the first time."""
-        if id(drafter) not in self.drafting:
-            self.drafting[id(drafter)] = make(drafter, self)
-        found: P = self.drafting[id(drafter)]
+        drafting = self.recorded.drafting
+        if id(drafter) not in drafting:
+            drafting[id(drafter)] = make(drafter, self)
+        found: P = drafting[id(drafter)]
         return found
 
-    def set_replays(self, on: bool) -> None:
+    def set_replays(self, on: bool, recorded: Recorded | None = None) -> None:
         """Let passes in a batch, and drafts for it, be replayed (`caches.replay`), or no longer.
 
         What was recorded is forgotten; so this is to be called, too, when the model's layers compute in another way.
+        recorded: instead, what was recorded when all was computed in the way that it is now.
         """
-        self.replays = on
-        self._passes.clear()
-        self.drafting.clear()
+        self.replays, self.recorded = on, recorded or Recorded()
 
     @property
     def ways(self) -> tuple[bool, str, int]:

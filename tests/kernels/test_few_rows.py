@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from tiny import tiny_drafter, tiny_target
 
 from dflash_mlx import runtime
+from dflash_mlx.caches.replay import Replayed
 from dflash_mlx.kernels import few_rows
 from dflash_mlx.kernels.few_rows import use_where_faster
 from dflash_mlx.kernels.few_rows_linear import _STATE, FewRowsLinear, fitting_layers
@@ -141,6 +143,40 @@ def test_what_cannot_be_read_is_measured(text, pair, folder, monkeypatch):
     use_where_faster(target, drafter, folders=[folder])
     assert target.replays
     assert stored.read_text() == good
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_a_computer_that_is_slow_now_and_then_does_not_decide(faster, pair, monkeypatch):
+    """As one that shares its cores: nearly twice as slow two thirds of the time, for a tenth of a second to three."""
+    target, drafter, _ = pair
+    monkeypatch.setattr(few_rows, "_layers", lambda *_: [])
+
+    def slowness(rng):
+        """Of each run, which takes 0.05 s."""
+        while True:
+            for slow, share in ((1.8, 1.3), (1.0, 0.7)):
+                for _ in range(round(0.1 * 20 ** rng.random() * share / 0.05)):
+                    yield slow * rng.uniform(1.0, 1.02)
+
+    for seed in range(40):
+        moments = slowness(np.random.default_rng(seed))
+        monkeypatch.setattr(
+            few_rows, "_seconds", lambda *_, at=moments: (0.02 - 0.002 * (faster and target.replays)) * next(at)
+        )
+        use_where_faster(target, drafter)
+        assert target.replays == faster, seed
+
+
+def test_each_way_is_recorded_once(pair, monkeypatch):
+    """To record takes longer than what is timed, and turns are to be short."""
+    target, drafter, _ = pair
+    monkeypatch.setattr(few_rows, "_layers", lambda *_: [])
+    recorded = []
+    trace = Replayed._trace
+    monkeypatch.setattr(Replayed, "_trace", lambda self, *inputs: recorded.append(self) or trace(self, *inputs))
+    use_where_faster(target, drafter)
+    # The target's pass, the drafter's context and a draft: to compare the numbers, and for the measurement.
+    assert len(recorded) == len(set(recorded)) == 2 * 3
 
 
 @pytest.mark.parametrize("rows", [4, 64])
