@@ -46,9 +46,9 @@ from dflash_mlx.tree_steps import PLAIN, rank
 
 # A round's rows, for which things are measured, and more, of several answers, for which the linear kernel is tried.
 _ROUND, _MORE_ROWS = 16, (512, 256, 64)
-# How often each way is timed, and at most, until rounds have taken so long together: so many rounds in a queue, after
-# some that are not timed.
-_TURNS, _MOST_TURNS, _SECONDS = 4, 16, 1.0
+# Turns of each way: at least, and at most until the rounds of all have taken so many seconds together. In a turn so
+# many rounds are timed in a queue, after some that are not timed.
+_TURNS, _MOST_TURNS, _ENOUGH_SECONDS = 4, 16, 1.0
 _QUEUED, _UNTIMED = 4, 2
 # How products of rows and passes are made: whether passes are replayed, and up to how many rows the kernel is used.
 Way = tuple[bool, int]
@@ -112,7 +112,6 @@ def use_where_faster(
         target.tree_steps = tree_steps.KERNELS
 
     groups: list[list[nn.Linear]] = []
-
     recorded: dict[Way, Recorded] = {}
 
     def switch(way: Way) -> None:
@@ -210,7 +209,7 @@ def _compare(
         switch(way)
         return _seconds(target, drafter, rows)
 
-    times = take_turns(ways, timed, times=_TURNS, most=_MOST_TURNS, enough=_SECONDS)
+    times = take_turns(ways, timed, times=_TURNS, most=_MOST_TURNS, enough=_ENOUGH_SECONDS)
     return {way: median(map(truediv, taken, times[ways[0]])) for way, taken in times.items()}
 
 

@@ -97,8 +97,9 @@ def take_turns(
 ) -> dict[W, list[float]]:
     """What each way takes, so many times; the first turn, in which things are compiled, does not count.
 
-    most: so many times, until all turns together have taken `enough` seconds. Take the least of them where other work may have disturbed
-    them, as on a computer that launches what a GPU does: it only makes them longer.
+    most: so many times, until all turns together have taken `enough` seconds. Take the least of them where other work
+    may have disturbed them, as on a computer that launches what a GPU does: it only makes them longer. Where it may
+    last for several turns, compare turn by turn.
     """
     taken: dict[W, list[float]] = {way: [] for way in ways}
     spent, enough = 0.0, _SECONDS if enough is None else enough
