@@ -88,6 +88,7 @@ def bench_command(
     category: bench_options.Category = None,
     limit: bench_options.Limit = LIMIT,
     repeat: bench_options.Repeat = 1,
+    turns: bench_options.Turns = None,
     sweep: bench_options.Sweep = None,
     concurrency: bench_options.Concurrency = None,
     max_tokens: options.MaxTokens = 128,
@@ -135,11 +136,14 @@ def bench_command(
     others = _others(main, servers, against_package or [])
     contestants = _contestants(own, opened, others, mlx_lm=against_mlx_lm)
     facts = _facts(main, settings[0], repeat=repeat, draft=not no_draft) | {
+        "turns": turns,
         "label": pair or main.name,
         "prompts_from": prompts_from,
     }
     results = _results(own, contestants, settings, facts)
-    stopped = measure(Measurement(results, contestants, chosen, settings, repeat=repeat, streams=streams, pair=main))
+    stopped = measure(
+        Measurement(results, contestants, chosen, settings, repeat=repeat, turns=turns, streams=streams, pair=main)
+    )
     results.facts["finished"] = stopped is None
     from dflash_mlx.bench.analyse import analyse
 

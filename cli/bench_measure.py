@@ -21,13 +21,15 @@ _WARM_UP_TOKENS_ON_CPU = 16
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is to be measured. pair: whose tokenizer counts tokens. streams: numbers of requests at the same time."""
+    """What is to be measured. turns: of so many tokens; None: of whole answers. streams: numbers of requests at the
+    same time. pair: whose tokenizer counts tokens."""
 
     results: "Results"
     contestants: dict[str, Any]
     prompts: Sequence[BenchPrompt]
     settings: "Sequence[Setting]"
     repeat: int
+    turns: int | None
     streams: Sequence[int]
     pair: "ModelPair"
 
@@ -84,7 +86,7 @@ def _single(wanted: Measurement, jobs: "Sequence[Job]", energy: "Energy") -> Non
 
     pad = padder(lambda text: len(wanted.pair.encode_chat([{"role": "user", "content": text}])))
     try:
-        for job, run in run_jobs(jobs, wanted.contestants, pad=pad, before=rest, meter=energy):
+        for job, run in run_jobs(jobs, wanted.contestants, turns=wanted.turns, pad=pad, before=rest, meter=energy):
             progress.finished(job, run)
     finally:
         progress.close()

@@ -74,6 +74,16 @@ Repeat = Annotated[
         "--repeat", metavar="N", min=1, help="Run everything N times and take medians.", rich_help_panel=PROMPTS
     ),
 ]
+Turns = Annotated[
+    int | None,
+    typer.Option(
+        "--turns",
+        metavar="N",
+        min=1,
+        help="Let this project's contestants go on with a prompt in turns of N tokens, not of whole answers.",
+        rich_help_panel=PROMPTS,
+    ),
+]
 Sweep = Annotated[
     list[str] | None,
     typer.Option(

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generate_step
@@ -21,6 +22,8 @@ from dflash_mlx.wired import wired
 class Local:
     """This project, with drafts or without. width and tree: as for `stream_generate`."""
 
+    # An answer can be left for a while, and goes on as if nothing had been.
+    pauses: ClassVar[bool] = True
     name: str
     pair: ModelPair
     draft: bool = True

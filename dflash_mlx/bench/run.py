@@ -5,8 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 from statistics import mean
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import mlx.core as mx
 
 from dflash_mlx.bench.prompts import BenchPrompt
 from dflash_mlx.bench.record import PromptResult, Round, Run
@@ -14,6 +17,7 @@ from dflash_mlx.generation import GenerationResponse, Prompt
 from dflash_mlx.sampling import SamplingParams
 
 Clock = Callable[[], float]
+T = TypeVar("T")
 
 _FIRST_USE = 4  # tokens of an answer that has everything made ready
 
@@ -56,6 +60,86 @@ class Job:
     turn: int
 
 
+class TimedAnswer:
+    """An answer to a prompt, from an empty cache, that is timed while it goes on."""
+
+    def __init__(
+        self,
+        contestant: Contestant,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        meter: Meter | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.contestant, self._meter, self._clock = contestant, meter, clock
+        self._asked = prompt, params
+        self._responses: Iterator[GenerationResponse] | None = None
+        self._newest: GenerationResponse | None = None
+        self._token_ids: list[int] = []
+        self._rounds: list[Round] = []
+        self._notices: list[str] = []
+        self._text = ""
+        self._joules: float | None = None
+        # Seconds that it has gone on for, up to the first response, and up to the newest.
+        self._spent = self._at = 0.0
+        self._first_s: float | None = None
+        self._first_ids = 0
+        self.ended = False
+
+    def go_on(self, tokens: int | None = None) -> None:
+        """Go on to the end, or for as many tokens at least; then nothing of it is left on the device to be computed."""
+        with self._meter() if self._meter else nullcontext():
+            started = self._clock() - self._spent
+            if self._responses is None:
+                self._responses = iter(self.contestant.answer(*self._asked))
+            enough = None if tokens is None else len(self._token_ids) + tokens
+            for response in self._responses:
+                self._take(response, self._clock() - started)
+                if enough is not None and len(self._token_ids) >= enough and response.finish_reason is None:
+                    mx.synchronize()
+                    break
+            else:
+                self.ended = True
+            self._spent = self._clock() - started
+        if self._meter is not None and self._meter.joules is not None:
+            self._joules = (self._joules or 0.0) + self._meter.joules
+
+    def _take(self, response: GenerationResponse, at: float) -> None:
+        if self._first_s is None:
+            self._first_s, self._first_ids = at, len(response.token_ids)
+        elif response.token_ids:
+            self._rounds.append(_round(response, at - self._at))
+        self._newest, self._at = response, at
+        self._token_ids += response.token_ids
+        self._text += response.text
+        if response.notice:
+            self._notices.append(response.notice)
+
+    @property
+    def run(self) -> Run:
+        """The answer, once it has ended."""
+        newest, first_ids, token_ids = self._newest, self._first_ids, self._token_ids
+        assert newest is not None, "an answer ends with a response"
+        return Run(
+            contestant=self.contestant.name,
+            token_ids=token_ids,
+            text=self._text,
+            finish_reason=newest.finish_reason,
+            prompt_tokens=newest.prompt_tokens,
+            cached_tokens=newest.cached_tokens,
+            first_s=self._first_s or 0.0,
+            wall_s=self._at,
+            decode_tokens=max(0, (newest.generation_tokens or len(token_ids)) - max(1, first_ids)),
+            peak_memory_gb=newest.peak_memory_gb or None,
+            joules=self._joules,
+            acceptance=_acceptance(newest),
+            rounds=self._rounds if newest.acceptance is not None else [],
+            notices=self._notices,
+            ids_from_text=not first_ids and bool(token_ids),
+        )
+
+
 def time_answer(
     contestant: Contestant,
     prompt: Prompt,
@@ -64,45 +148,10 @@ def time_answer(
     meter: Meter | None = None,
     clock: Clock = time.perf_counter,
 ) -> Run:
-    """One timed answer to a prompt, from an empty cache."""
-    token_ids: list[int] = []
-    notices: list[str] = []
-    rounds: list[Round] = []
-    text = ""
-    first_s: float | None = None
-    first_ids, last, now = 0, 0.0, 0.0
-    response: GenerationResponse | None = None
-    with meter() if meter else nullcontext():
-        started = clock()
-        for response in contestant.answer(prompt, params):
-            now = clock() - started
-            if first_s is None:
-                first_s, first_ids = now, len(response.token_ids)
-            elif response.token_ids:
-                rounds.append(_round(response, now - last))
-            last = now
-            token_ids += response.token_ids
-            text += response.text
-            if response.notice:
-                notices.append(response.notice)
-    assert response is not None, "an answer ends with a response"
-    return Run(
-        contestant=contestant.name,
-        token_ids=token_ids,
-        text=text,
-        finish_reason=response.finish_reason,
-        prompt_tokens=response.prompt_tokens,
-        cached_tokens=response.cached_tokens,
-        first_s=first_s or 0.0,
-        wall_s=now,
-        decode_tokens=max(0, (response.generation_tokens or len(token_ids)) - max(1, first_ids)),
-        peak_memory_gb=response.peak_memory_gb or None,
-        joules=meter.joules if meter else None,
-        acceptance=_acceptance(response),
-        rounds=rounds if response.acceptance is not None else [],
-        notices=notices,
-        ids_from_text=not first_ids and bool(token_ids),
-    )
+    """One timed answer to a prompt, from an empty cache, without a pause."""
+    answer = TimedAnswer(contestant, prompt, params, meter=meter, clock=clock)
+    answer.go_on()
+    return answer.run
 
 
 def _round(response: GenerationResponse, since_last: float) -> Round:
@@ -121,7 +170,7 @@ def _acceptance(response: GenerationResponse) -> dict[str, Any] | None:
     return {**response.acceptance.to_json(), "tokens": response.acceptance.tokens}
 
 
-def order(names: Sequence[str], turn: int) -> list[str]:
+def order(names: Sequence[T], turn: int) -> list[T]:
     """Who runs in a turn, in which order: each is the first one equally often, and every second turn goes backwards.
 
     So none comes before another more often than after it: whoever meets new shapes first may have to compile for them.
@@ -151,6 +200,7 @@ def run_jobs(
     jobs: Sequence[Job],
     contestants: Mapping[str, Contestant],
     *,
+    turns: int | None = None,
     pad: Callable[[str, int], str] | None = None,
     before: Callable[[], None] | None = None,
     meter: Meter | None = None,
@@ -159,32 +209,58 @@ def run_jobs(
     """Make the runs, filling the jobs' results; yields after each. What was filled in before an interruption stays.
 
     A prompt that follows another is asked after the baseline's answer to that one, so that all read the same text.
-    pad(text, tokens): the text with so much context before it. before: called before each run.
+    turns: answers to a prompt that can be left for a while (`Local.pauses`) take turns of so many tokens. pad(text,
+    tokens): the text with so much context before it. before: called before each run, or before those that take turns.
     """
     baseline = next(iter(contestants))
     talks: dict[tuple[str, str], list[dict[str, str]]] = {}
     found = {(job.result.setting, job.result.prompt.name): job.result for job in jobs}
-    for job in jobs:
+    for together in _together(jobs, contestants, turns):
         if before is not None:
             before()
-        prompt = job.result.prompt
-        key = (job.setting.name, prompt.name)
-        if key not in talks:
-            text = pad(prompt.text, job.setting.context) if pad and job.setting.context else prompt.text
-            earlier: list[dict[str, str]] = []
-            if prompt.follows is not None:
-                answered = found[job.setting.name, prompt.follows]
-                earlier = [
-                    *talks[job.setting.name, prompt.follows],
-                    {"role": "assistant", "content": answered.of(baseline)[0].text},
-                ]
-            talks[key] = [*earlier, {"role": "user", "content": text}]
-        contestant = contestants[job.contestant]
-        # This machine's energy is not that of a server elsewhere.
-        own_meter = meter if getattr(contestant, "local", True) else None
-        run = time_answer(contestant, talks[key], job.setting.params, meter=own_meter, clock=clock)
-        job.result.runs.append(run)
-        yield job, run
+        answers = []
+        for job in together:
+            prompt = job.result.prompt
+            key = (job.setting.name, prompt.name)
+            if key not in talks:
+                text = pad(prompt.text, job.setting.context) if pad and job.setting.context else prompt.text
+                earlier: list[dict[str, str]] = []
+                if prompt.follows is not None:
+                    answered = found[job.setting.name, prompt.follows]
+                    earlier = [
+                        *talks[job.setting.name, prompt.follows],
+                        {"role": "assistant", "content": answered.of(baseline)[0].text},
+                    ]
+                talks[key] = [*earlier, {"role": "user", "content": text}]
+            contestant = contestants[job.contestant]
+            # This machine's energy is not that of a server elsewhere.
+            own_meter = meter if getattr(contestant, "local", True) else None
+            answers.append(TimedAnswer(contestant, talks[key], job.setting.params, meter=own_meter, clock=clock))
+        _take_turns(answers, turns if len(answers) > 1 else None)
+        for job, answer in zip(together, answers, strict=True):
+            job.result.runs.append(answer.run)
+            yield job, answer.run
+
+
+def _together(jobs: Sequence[Job], contestants: Mapping[str, Contestant], turns: int | None) -> Iterator[Sequence[Job]]:
+    """The jobs in their order, those that take turns together."""
+    for _, group in groupby(jobs, key=lambda job: (id(job.result), job.turn)):
+        of_prompt = list(group)
+        taking = [job for job in of_prompt if turns and getattr(contestants[job.contestant], "pauses", False)]
+        for job in of_prompt:
+            if taking and job is taking[0]:
+                yield taking
+            elif not any(job is other for other in taking):
+                yield [job]
+
+
+def _take_turns(answers: Sequence[TimedAnswer], tokens: int | None) -> None:
+    """Let all answers go on to their ends, each for so many tokens at a time."""
+    going, turn = list(answers), 0
+    while going:
+        for answer in order(going, turn):
+            answer.go_on(tokens)
+        going, turn = [answer for answer in going if not answer.ended], turn + 1
 
 
 def warm_up(

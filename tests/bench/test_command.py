@@ -60,13 +60,14 @@ def test_every_contestant_in_this_process_gives_the_same_tokens(
 ) -> None:
     monkeypatch.setattr(load, "FEWEST_REQUESTS", 2)
     arguments = ["bench", "--pair", "demo", "--category", "math", "--limit", "1", "--max-tokens", "8", "--width", "3"]
-    arguments += ["--also", "tree=7", "--against-mlx-lm", "--concurrency", "2", "--out", str(tmp_path), "--json"]
+    arguments += ["--turns", "3", "--also", "tree=7", "--against-mlx-lm", "--concurrency", "2"]
+    arguments += ["--out", str(tmp_path), "--json"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/dflash-mlx", *arguments])
     assert main(arguments) == 0
     captured = capsys.readouterr()
     document = json.loads(captured.out)
     assert document["command"].startswith("dflash-mlx bench --pair demo --category math")
-    assert document["finished"] is True
+    assert (document["finished"], document["turns"]) == (True, 3)
     assert (document["pair"], document["dtype"], document["params"]["max_tokens"]) == ("smollm2-135m", "float32", 8)
     assert {"kind", "chip", "mlx_version", "mlx_lm_version", "os", "python"} <= document["machine"].keys()
     assert list(document["contestants"]) == ["plain", "drafted", "tree=7", "mlx-lm"]
@@ -210,6 +211,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_loaded(
         (["--category", "poetry"], "no prompt has the category 'poetry'; there are: chat, code, math"),
         (["--prompts", "/nowhere/at/all.jsonl"], "cannot read the prompts in /nowhere/at/all.jsonl"),
         (["--repeat", "0"], "--repeat"),
+        (["--turns", "0"], "--turns"),
         (["--max-tokens", "-3"], "--max-tokens is -3"),
         (["--suite", "gsm9k"], "Did you mean gsm8k?"),
         (["--suite-file", "x"], "--suite-file needs --suite NAME"),

@@ -1,17 +1,21 @@
 """The order of the runs and what is measured in them, on contestants that keep their own time."""
 
+import functools
 import itertools
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from bench.fake import Time, fakes
+from bench.fake import Fake, Time, fakes
 
 from dflash_mlx.bench.energy import Energy
 from dflash_mlx.bench.prompts import BenchPrompt
 from dflash_mlx.bench.record import Results, first_difference
 from dflash_mlx.bench.run import Setting, order, plan, run_jobs, seconds_left, time_answer, warm_up
+from dflash_mlx.generation import GenerationResponse
 from dflash_mlx.sampling import SamplingParams
 
 PARAMS = SamplingParams()
@@ -80,6 +84,43 @@ def test_contestants_take_turns_and_so_does_the_one_that_goes_first() -> None:
         ("c", "drafted"),
     ]
     assert {len(job.result.runs) for job in jobs} == {4}
+
+
+class Pausing(Fake):
+    """One that can be left for a while; notes each of its responses."""
+
+    pauses = True
+
+    def answer(self, prompt: Any, params: object) -> Iterator[GenerationResponse]:
+        for response in super().answer(prompt, params):
+            self.time.asked.append(("", f"{self.name} {len(response.token_ids)}"))
+            yield response
+
+
+def test_answers_that_can_wait_go_on_for_some_tokens_at_a_time_and_keep_time_for_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    time = Time()
+    waited = []
+    monkeypatch.setattr("mlx.core.synchronize", lambda: waited.append(time.now))
+    all_three = {"plain": Pausing("plain", time, same_tokens), "another": Fake("another", time, same_tokens)}
+    all_three["drafted"] = Pausing("drafted", time, same_tokens, step_s=0.15)
+    jobs = plan(prompts("a"), PLAIN, list(all_three))
+    meter = Energy(functools.partial(next, itertools.count(0.0)))
+    runs = {run.contestant: run for _, run in run_jobs(jobs, all_three, turns=4, meter=meter, clock=time.clock)}
+    assert [name for _, name in time.asked] == [
+        *["plain", "plain 1", "plain 1", "plain 1", "plain 1"],
+        *["drafted", "drafted 1", "drafted 3"],
+        *["drafted 3", "drafted 3"],
+        *["plain 1"] * 4,
+        *["plain 1"] * 2,
+        "another",
+    ]
+    assert [run.wall_s for run in runs.values()] == pytest.approx([1.4, 0.5 + 3 * 0.15, 1.4])
+    assert {tuple(run.token_ids) for run in runs.values()} == {tuple(range(10))}
+    assert {name: run.joules for name, run in runs.items()} == {"plain": 3.0, "drafted": 2.0, "another": 1.0}
+    # What a turn has launched is its own.
+    assert len(waited) == 3
 
 
 @pytest.mark.parametrize("names", ["ab", "abc", "abcdefghijk"])
