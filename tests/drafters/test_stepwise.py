@@ -281,7 +281,7 @@ def test_passes_are_replayed_where_the_targets_are(target, drafter, request):
     for replays in (False, True):
         target.set_replays(replays)
         found.append([[step.tokens for step in steps] for steps in run(target, drafter, prompts, 12, 2).values()])
-        assert isinstance(target.drafting[id(drafter)].step, Replayed) == replays
+        assert isinstance(target.recorded.drafting[id(drafter)].step, Replayed) == replays
     assert found[0] == found[1]
 
 
