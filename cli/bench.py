@@ -136,7 +136,7 @@ def bench_command(
     others = _others(main, servers, against_package or [])
     contestants = _contestants(own, opened, others, mlx_lm=against_mlx_lm)
     facts = _facts(main, settings[0], repeat=repeat, draft=not no_draft) | {
-        "turns": turns,
+        "turns": turns or 0,
         "label": pair or main.name,
         "prompts_from": prompts_from,
     }

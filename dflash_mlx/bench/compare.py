@@ -133,6 +133,7 @@ _WORDS = {
     "exact": "--exact",
     "version": "the version",
     "block_size": "the block size",
+    "turns": "tokens in a turn (0: whole answers)",
 }
 
 

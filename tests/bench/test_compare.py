@@ -74,12 +74,14 @@ def test_few_prompts_give_no_verdict_and_none_in_common_is_refused() -> None:
         compare(ratios([1.5]), some_results({"law-1": [a_run("plain", tokens=5, decode_s=1.0)]}))
 
 
-def test_other_answers_and_another_machine_are_named() -> None:
-    other = ratios([1.5] * 6)
+def test_other_answers_turns_and_another_machine_are_named() -> None:
+    one, other = ratios([1.5] * 6), ratios([1.5] * 6)
+    one.facts["turns"], other.facts["turns"] = 0, 50
     other.facts["machine"] = {"chip": "another chip"}
     other.prompts[0].runs[1].token_ids[3] = 99
-    said = sentences(compare(ratios([1.5] * 6), other))
+    said = sentences(compare(one, other))
     assert "answers: 5 of 6 are the same tokens in both" in said
+    assert "different, too: tokens in a turn (0: whole answers): 0 and 50" in said
     assert "different, too: machine chip: a chip and another chip" in said
 
 
