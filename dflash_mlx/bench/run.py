@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from statistics import mean
 from typing import Any, Protocol, TypeVar
 
@@ -75,28 +75,22 @@ class TimedAnswer:
         self.contestant, self._meter, self._clock = contestant, meter, clock
         self._asked = prompt, params
         self._responses: Iterator[GenerationResponse] | None = None
-        self._newest: GenerationResponse | None = None
-        self._token_ids: list[int] = []
-        self._rounds: list[Round] = []
-        self._notices: list[str] = []
-        self._text = ""
+        # What has come, and after how many seconds, of those that it has gone on for.
+        self._heard: list[tuple[float, GenerationResponse]] = []
+        self._spent = 0.0
         self._joules: float | None = None
-        # Seconds that it has gone on for, up to the first response, and up to the newest.
-        self._spent = self._at = 0.0
-        self._first_s: float | None = None
-        self._first_ids = 0
         self.ended = False
 
     def go_on(self, tokens: int | None = None) -> None:
         """Go on to the end, or for as many tokens at least; then nothing of it is left on the device to be computed."""
         with self._meter() if self._meter else nullcontext():
-            started = self._clock() - self._spent
+            started, gained = self._clock() - self._spent, 0
             if self._responses is None:
                 self._responses = iter(self.contestant.answer(*self._asked))
-            enough = None if tokens is None else len(self._token_ids) + tokens
             for response in self._responses:
-                self._take(response, self._clock() - started)
-                if enough is not None and len(self._token_ids) >= enough and response.finish_reason is None:
+                self._heard.append((self._clock() - started, response))
+                gained += len(response.token_ids)
+                if tokens is not None and gained >= tokens and response.finish_reason is None:
                     mx.synchronize()
                     break
             else:
@@ -105,37 +99,29 @@ class TimedAnswer:
         if self._meter is not None and self._meter.joules is not None:
             self._joules = (self._joules or 0.0) + self._meter.joules
 
-    def _take(self, response: GenerationResponse, at: float) -> None:
-        if self._first_s is None:
-            self._first_s, self._first_ids = at, len(response.token_ids)
-        elif response.token_ids:
-            self._rounds.append(_round(response, at - self._at))
-        self._newest, self._at = response, at
-        self._token_ids += response.token_ids
-        self._text += response.text
-        if response.notice:
-            self._notices.append(response.notice)
-
-    @property
     def run(self) -> Run:
         """The answer, once it has ended."""
-        newest, first_ids, token_ids = self._newest, self._first_ids, self._token_ids
-        assert newest is not None, "an answer ends with a response"
+        assert self._heard, "an answer ends with a response"
+        (first_s, first), (wall_s, last) = self._heard[0], self._heard[-1]
+        responses = [response for _, response in self._heard]
+        token_ids = [token for response in responses for token in response.token_ids]
+        rounds = [_round(r, at - before) for (before, _), (at, r) in pairwise(self._heard) if r.token_ids]
+        first_ids = len(first.token_ids)
         return Run(
             contestant=self.contestant.name,
             token_ids=token_ids,
-            text=self._text,
-            finish_reason=newest.finish_reason,
-            prompt_tokens=newest.prompt_tokens,
-            cached_tokens=newest.cached_tokens,
-            first_s=self._first_s or 0.0,
-            wall_s=self._at,
-            decode_tokens=max(0, (newest.generation_tokens or len(token_ids)) - max(1, first_ids)),
-            peak_memory_gb=newest.peak_memory_gb or None,
+            text="".join(response.text for response in responses),
+            finish_reason=last.finish_reason,
+            prompt_tokens=last.prompt_tokens,
+            cached_tokens=last.cached_tokens,
+            first_s=first_s,
+            wall_s=wall_s,
+            decode_tokens=max(0, (last.generation_tokens or len(token_ids)) - max(1, first_ids)),
+            peak_memory_gb=last.peak_memory_gb or None,
             joules=self._joules,
-            acceptance=_acceptance(newest),
-            rounds=self._rounds if newest.acceptance is not None else [],
-            notices=self._notices,
+            acceptance=_acceptance(last),
+            rounds=rounds if last.acceptance is not None else [],
+            notices=[response.notice for response in responses if response.notice],
             ids_from_text=not first_ids and bool(token_ids),
         )
 
@@ -151,7 +137,7 @@ def time_answer(
     """One timed answer to a prompt, from an empty cache, without a pause."""
     answer = TimedAnswer(contestant, prompt, params, meter=meter, clock=clock)
     answer.go_on()
-    return answer.run
+    return answer.run()
 
 
 def _round(response: GenerationResponse, since_last: float) -> Round:
@@ -218,28 +204,31 @@ def run_jobs(
     for together in _together(jobs, contestants, turns):
         if before is not None:
             before()
+        # They have the prompt and the setting in common.
+        job = together[0]
+        prompt = job.result.prompt
+        key = (job.setting.name, prompt.name)
+        if key not in talks:
+            text = pad(prompt.text, job.setting.context) if pad and job.setting.context else prompt.text
+            earlier: list[dict[str, str]] = []
+            if prompt.follows is not None:
+                answered = found[job.setting.name, prompt.follows]
+                earlier = [
+                    *talks[job.setting.name, prompt.follows],
+                    {"role": "assistant", "content": answered.of(baseline)[0].text},
+                ]
+            talks[key] = [*earlier, {"role": "user", "content": text}]
         answers = []
         for job in together:
-            prompt = job.result.prompt
-            key = (job.setting.name, prompt.name)
-            if key not in talks:
-                text = pad(prompt.text, job.setting.context) if pad and job.setting.context else prompt.text
-                earlier: list[dict[str, str]] = []
-                if prompt.follows is not None:
-                    answered = found[job.setting.name, prompt.follows]
-                    earlier = [
-                        *talks[job.setting.name, prompt.follows],
-                        {"role": "assistant", "content": answered.of(baseline)[0].text},
-                    ]
-                talks[key] = [*earlier, {"role": "user", "content": text}]
             contestant = contestants[job.contestant]
             # This machine's energy is not that of a server elsewhere.
             own_meter = meter if getattr(contestant, "local", True) else None
             answers.append(TimedAnswer(contestant, talks[key], job.setting.params, meter=own_meter, clock=clock))
         _take_turns(answers, turns if len(answers) > 1 else None)
         for job, answer in zip(together, answers, strict=True):
-            job.result.runs.append(answer.run)
-            yield job, answer.run
+            run = answer.run()
+            job.result.runs.append(run)
+            yield job, run
 
 
 def _together(jobs: Sequence[Job], contestants: Mapping[str, Contestant], turns: int | None) -> Iterator[Sequence[Job]]:
