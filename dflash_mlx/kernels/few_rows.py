@@ -166,7 +166,7 @@ def _fastest_way(target: Target, drafter: Drafter | None, switch: Callable[[Way]
         best = min(ways, key=lambda way: shares[way])
         return best if is_faster(shares[best], 1.0) else ways[0]
 
-    replays = (False, True) if _can_replay(target, drafter) else (False,)
+    replays = (False, True) if _can_replay(target, drafter, switch) else (False,)
     ways = [(on, most) for on in replays for most in ((0, _ROUND) if kernel else (0,))]
     chosen = fastest(_rows(drafter), ways) if len(ways) > 1 else _ORDINARY
     for rows in _MORE_ROWS if chosen[1] and target.takes_rows() else ():
@@ -176,14 +176,14 @@ def _fastest_way(target: Target, drafter: Drafter | None, switch: Callable[[Way]
     return chosen
 
 
-def _can_replay(target: Target, drafter: Drafter | None) -> bool:
+def _can_replay(target: Target, drafter: Drafter | None, switch: Callable[[Way], None]) -> bool:
     """Whether a replayed pass gives the same logits."""
     if not target.takes_rows():
         return False
     logits = []
     try:
         for on in (False, True):
-            target.set_replays(on)
+            switch((on, 0))
             found = _launch(target, drafter, _rows(drafter))
             mx.eval(found)
             logits.append(found[0])

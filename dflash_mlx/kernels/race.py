@@ -77,7 +77,7 @@ def race(ordinary: Way, own: Way, inputs: Callable[[int], mx.array], rows: Seque
                 # The comparison is false for NaN, too.
                 if not difference <= DIFFERENCE[expected.dtype]:
                     return Verdict(seconds, f"{count} rows differ from MLX's by {difference:.2g}")
-            times = take_turns((ordinary, own), partial(_seconds, x=x), most=_MOST_TIMED)
+            times = take_turns((ordinary, own), partial(_seconds, x=x), most=_MOST_TIMED, enough=_SECONDS)
         except (RuntimeError, ValueError) as error:  # no compiler, or one that refuses the kernel
             return Verdict(seconds, f"{count} rows: {' '.join(str(error).split())[:200]}")
         slowest = max(times[own])
@@ -92,8 +92,8 @@ def take_turns(
     seconds: Callable[[W], float],
     *,
     times: int = _TIMED,
-    most: int | None = None,
-    enough: float | None = None,
+    most: int = 0,
+    enough: float = 0.0,
 ) -> dict[W, list[float]]:
     """What each way takes, so many times; the first turn, in which things are compiled, does not count.
 
@@ -102,8 +102,8 @@ def take_turns(
     last for several turns, compare turn by turn.
     """
     taken: dict[W, list[float]] = {way: [] for way in ways}
-    spent, enough = 0.0, _SECONDS if enough is None else enough
-    for turn in range(1 + max(times, most or 0)):
+    spent = 0.0
+    for turn in range(1 + max(times, most)):
         if turn > times and spent > enough:
             break
         for way in ways:
