@@ -7,17 +7,29 @@ from dflash_mlx.pair import ModelPair, Report
 from dflash_mlx.policy.stored import name_by_files, read_json, store
 
 # To be raised when the checks change, or what they find: a way to feed trees to more models, for example.
-_SCHEMA = 3
+_SCHEMA = 4
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What running a pair's models has shown. rows, trees: as `Target.takes_rows` and `takes_trees` give them."""
+    """What running a pair's models has shown.
+
+    rows, trees: as `Target.takes_rows` and `takes_trees` give them; noise: the drafter guesses like random weights.
+    """
 
     checks: list[str]
     warnings: list[str]
     rows: bool
     trees: bool
+    noise: bool = False
+
+    def note(self, pair: ModelPair) -> None:
+        """Add it to what is known of the pair."""
+        pair.target.assume(rows=self.rows, trees=self.trees)
+        pair.checks += self.checks
+        pair.warnings += self.warnings
+        if self.noise:
+            pair.expect_failure()
 
 
 def check_once(pair: ModelPair, *, again: bool, report: Report) -> None:
@@ -30,21 +42,20 @@ def check_once(pair: ModelPair, *, again: bool, report: Report) -> None:
     if found is None:
         found = examine(pair, report=report)
         store(name, asdict(found))
-    pair.target.assume(rows=found.rows, trees=found.trees)
-    pair.checks += found.checks
-    pair.warnings += found.warnings
+    found.note(pair)
 
 
 def examine(pair: ModelPair, *, report: Report) -> Findings:
     """Run the models of a pair; a target alone is asked only what it takes. Raises PairError."""
-    checks, warnings = list[str](), list[str]()
+    checks, warnings, noise = list[str](), list[str](), False
     if pair.drafter is not None:
         report("checking that target and drafter belong together", None)
         checks += check_pair(pair.target, pair.drafter, dtype=pair.dtype)
         guesses = read_guesses(pair.target, pair.drafter, pair.encode_prompt(GUESS_TEXT))
         if guesses is not None:
-            (warnings if guesses.are_noise else checks).append(guesses.report)
-    return Findings(checks, warnings, rows=pair.target.takes_rows(), trees=pair.target.takes_trees())
+            noise = guesses.are_noise
+            (warnings if noise else checks).append(guesses.report)
+    return Findings(checks, warnings, rows=pair.target.takes_rows(), trees=pair.target.takes_trees(), noise=noise)
 
 
 def _name(pair: ModelPair) -> str:
@@ -57,6 +68,7 @@ def _read(name: str) -> Findings | None:
     try:
         stored = read_json(name)
         checks, warnings = ([str(line) for line in stored[key]] for key in ("checks", "warnings"))
-        return Findings(checks, warnings, rows=stored["rows"] is True, trees=stored["trees"] is True)
+        rows, trees, noise = (stored[key] is True for key in ("rows", "trees", "noise"))
+        return Findings(checks, warnings, rows=rows, trees=trees, noise=noise)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None

@@ -129,8 +129,7 @@ def pair_around(
     target = wrap_model(model, read_json(folder / "config.json"))
     # What is remembered of the folder need not hold for a model that came otherwise.
     pair = _complete(plan, target, tokenizer, activation_dtype(model), kernels=kernels, remember=False)
-    found = examine(pair, report=_ignore)
-    pair.checks, pair.warnings = pair.checks + found.checks, pair.warnings + found.warnings
+    examine(pair, report=_ignore).note(pair)
     pair.load_seconds = time.perf_counter() - started
     return pair
 

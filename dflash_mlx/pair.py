@@ -106,6 +106,13 @@ class ModelPair:
             self._costs_forgotten = True
             forget(stored_name(self.target, self.drafter.rehearsal(), **self._measured_as))
 
+    def expect_failure(self) -> None:
+        """Let the first answer try drafting as briefly as after many whose drafts were not kept.
+
+        It tries all the same, and where drafting pays, it goes on.
+        """
+        self._experience = Experience.of_failure()
+
     @property
     def _measured_as(self) -> dict[str, Any]:
         return {"block_size": self.block_size, "folders": self.folders, "dtype": self.dtype}

@@ -8,6 +8,7 @@ from tiny_folder import write_drafter, write_target
 
 from dflash_mlx import checked
 from dflash_mlx.caches import target_caches
+from dflash_mlx.checks import Guesses
 from dflash_mlx.errors import PairError
 from dflash_mlx.loading import load_pair, pair_around
 
@@ -115,3 +116,15 @@ def test_a_model_that_was_loaded_elsewhere_is_always_checked(folders, monkeypatc
     monkeypatch.setattr(checked, "check_pair", lambda *args, **options: run.append(1) or check(*args, **options))
     assert pair_around(model, tokenizer, draft_model=str(folders[1])).checks
     assert run == [1]
+
+
+@pytest.mark.parametrize("noise", [True, False])
+def test_a_drafter_whose_guesses_look_random_begins_with_little_patience(folders, monkeypatch, noise):
+    """The first time, and when that is remembered; and as well around a model that somebody else has loaded."""
+    guesses = Guesses(right=0, places=32, following=0.5 if noise else 0.9)
+    monkeypatch.setattr(checked, "read_guesses", lambda *_: guesses)
+    pairs = [loaded(folders), loaded(folders), pair_around(*load(str(folders[0])), draft_model=str(folders[1]))]
+    for pair in pairs:
+        known = pair.new_experience()
+        assert [known.patience.failed, known.patience_with_trees.failed] == [noise, noise]
+        assert (guesses.report in pair.warnings) == noise

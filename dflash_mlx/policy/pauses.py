@@ -46,6 +46,11 @@ class Patience:
     longest: int = 0
     rest: int = _FIRST_REST
 
+    @classmethod
+    def worn_out(cls) -> "Patience":
+        """As after drafts that failed up to the longest pause."""
+        return cls(pause=_LONGEST_PAUSE, longest=_LONGEST_PAUSE)
+
     @property
     def failed(self) -> bool:
         return self.pause > 0

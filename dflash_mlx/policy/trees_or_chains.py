@@ -132,6 +132,11 @@ class Experience:
     costs: PairCosts | None = None
     lessons: Lessons = field(default_factory=Lessons)
 
+    @classmethod
+    def of_failure(cls) -> "Experience":
+        """As after answers of which no draft was kept."""
+        return cls(patience=Patience.worn_out(), patience_with_trees=Patience.worn_out())
+
     def merged(self, newest: "Experience") -> "Experience":
         """This and what a finished answer has learnt since, which counts as much as everything before.
 

@@ -194,10 +194,12 @@ def fixed_speeds(trace: Trace, costs: PairCosts) -> dict[str, float]:
     return {name: replay(trace, policy, costs) for name, policy in zip(names, policies, strict=True)}
 
 
-def automatic_speeds(costs: PairCosts, seed: int, *, steady: bool) -> Iterator[float]:
-    """Tokens a second of one answer after another, left to itself."""
+def automatic_speeds(
+    costs: PairCosts, seed: int, *, steady: bool, before: Callable[[], Experience] = Experience
+) -> Iterator[float]:
+    """Tokens a second of one answer after another, left to itself. before: what the first one begins with."""
     rng = random.Random(seed)
-    known, experience, clock = measured(costs, rng), Experience(), Clock(rng, steady=steady)
+    known, experience, clock = measured(costs, rng), before(), Clock(rng, steady=steady)
     for trace in traces():
         mine = copy.deepcopy(experience)
         policy = choose_policy(copy.deepcopy(known), PLACES, mine)
@@ -231,11 +233,16 @@ def test_little_is_lost_against_the_best_fixed_choice(machine, steady):
 CHEAP = gpu(4.3, 4.8, 0.6, trees={1: 4.8, 63: 4.8})
 
 
-def useless_answers(costs: PairCosts, known: PairCosts, clock: Clock | None = None) -> list[float]:
-    """How many times as long as plain decoding answers of 1,000 tokens take, one after another, with such a drafter."""
+def useless_answers(
+    costs: PairCosts, known: PairCosts, clock: Clock | None = None, before: Callable[[], Experience] = Experience
+) -> list[float]:
+    """How many times as long as plain decoding answers of 1,000 tokens take, one after another, with such a drafter.
+
+    before: what the first one begins with.
+    """
     said = np.concatenate([trace.log_probs for trace in traces() if not trace.sampled])[:1001]
     wrong = Trace("useless", False, said, np.full((1000, PLACES), NONE, dtype=traces()[0].ranks.dtype))
-    experience, times = Experience(), []
+    experience, times = before(), []
     for _ in range(3):
         mine = copy.deepcopy(experience)
         speed = replay(wrong, choose_policy(copy.deepcopy(known), PLACES, mine), costs, clock)
@@ -263,6 +270,20 @@ def test_that_its_rounds_were_measured_as_too_cheap_is_found_out(machine, steady
     first, *later = zip(*(useless_answers(costs, too_cheap(costs), clock) for clock in clocks), strict=True)
     assert statistics.mean(first) < 1.03
     assert max(map(max, later)) < 1.02
+
+
+@pytest.mark.parametrize("machine", [*MACHINES, "H100, cheap drafts"])
+def test_guesses_that_looked_random_when_they_were_checked_make_the_first_answer_careful(machine):
+    """It loses next to nothing then. A drafter that is better than it looked loses little."""
+    costs = MACHINES.get(machine, CHEAP)
+    print(f"\n{machine}:", end="")
+    assert max(useless_answers(costs, too_cheap(costs), before=Experience.of_failure)) < 1.01
+    careful, bold = (
+        statistics.geometric_mean(automatic_speeds(costs, 0, steady=True, before=before))
+        for before in (Experience.of_failure, Experience)
+    )
+    print(f"; a good drafter keeps {careful / bold:.3f} of its speed", end="")
+    assert careful > 0.95 * bold
 
 
 def too_cheap(costs: PairCosts) -> PairCosts:
