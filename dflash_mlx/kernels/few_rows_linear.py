@@ -43,8 +43,9 @@ class _Block(NamedTuple):
 
 
 _TYPES = (mx.float16, mx.bfloat16)
-# On a larger matrix the library's product is bound by memory, and faster.
-_MOST_WEIGHTS = 8_000_000
+# A larger matrix takes the GPU so long to read that the library's product may be faster; and the kernel should read it
+# once only, so for up to so many rows.
+_MOST_WEIGHTS, LARGE_ROWS = 8_000_000, 16
 _STATE, _CALLS = "_dflash_few_rows", "_dflash_calls"
 # The most products of a launch.
 _MOST_PRODUCTS = 16
@@ -137,15 +138,21 @@ def products_work(dtype: mx.Dtype, *, together: bool = True) -> bool:
         return False
 
 
-def fitting_layers(model: nn.Module, *, without: Sequence[nn.Module] = ()) -> list[nn.Linear]:
-    """A model's layers that the kernel can stand in for: plain ones, of a type and size that it is made for."""
+def is_large(layer: nn.Linear) -> bool:
+    """Whether a layer's matrix is so large that the kernel is used for `LARGE_ROWS` at most."""
+    return bool(layer.weight.size > _MOST_WEIGHTS)
+
+
+def fitting_layers(model: nn.Module, *, without: Sequence[nn.Module] = (), large: bool = False) -> list[nn.Linear]:
+    """A model's layers that the kernel can stand in for: plain ones, of a type that it is made for. large: also those
+    that `is_large` names."""
     return [
         layer
         for layer in model.modules()
         if type(layer) is nn.Linear
         and layer.weight.dtype in _TYPES
         and layer.weight.shape[1] % 32 == 0
-        and layer.weight.size <= _MOST_WEIGHTS
+        and (large or not is_large(layer))
         and not any(layer is other for other in without)
     ]
 
@@ -187,14 +194,17 @@ def _noting(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def set_few_rows(layers: Sequence[nn.Linear], most: int, groups: Sequence[Sequence[nn.Linear]] = ()) -> None:
-    """Have 2 to `most` rows of these layers multiplied by the kernel; 0 makes them plain layers again.
+    """Have 2 to `most` rows of these layers multiplied by the kernel, of large ones `LARGE_ROWS` at most; 0 makes them
+    plain layers again.
 
     groups: of the layers, those that share a launch (`called_together`).
     """
     followers = {id(first): others for first, *others in groups}
     for layer in layers:
         if most:
-            state = _State(most, layer.weight, followers.get(id(layer), []))
+            others = followers.get(id(layer), [])
+            fitting = min(most, LARGE_ROWS) if any(map(is_large, [layer, *others])) else most
+            state = _State(fitting, layer.weight, others)
             mx.eval(state.transposed)
             object.__setattr__(layer, _STATE, state)
             layer.__class__ = FewRowsLinear

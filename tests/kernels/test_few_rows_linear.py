@@ -164,6 +164,21 @@ def test_layers_that_are_called_together_share_a_launch(used):
 
 
 @needs_compiler
+def test_a_large_matrix_is_read_once(used, monkeypatch):
+    """More rows than a block of threads takes are left to the library, and so are those of a layer that would compute
+    the products of a large one along."""
+    monkeypatch.setattr(few_rows_linear, "_MOST_WEIGHTS", 1024)
+    model = Attention()
+    layers = fitting_layers(model, large=True)
+    set_few_rows(layers, 64, [[model.k, model.q]])
+    for rows in (16, 17):
+        x = mx.random.normal((1, rows, 64), key=mx.random.key(rows)).astype(mx.float16)
+        for layer in (model.k, model.q, model.v):
+            assert relative_difference(layer(x), x @ layer.weight.T + layer.bias) < 0.02
+    assert used == [(16, 2), (16, 1), (17, 1)]
+
+
+@needs_compiler
 def test_a_product_that_waits_is_left_where_the_weight_was_replaced(used):
     model, x = Attention(), mx.random.normal((1, 4, 64)).astype(mx.float16)
     layers = fitting_layers(model)
@@ -235,6 +250,7 @@ def test_only_plain_layers_of_a_fitting_size_take_part(monkeypatch):
     assert places(without=[model.layers[0]]) == [1]
     monkeypatch.setattr(few_rows_linear, "_MOST_WEIGHTS", 64 * 8)
     assert places() == [0]
+    assert places(large=True) == [0, 1]
 
 
 @needs_compiler
