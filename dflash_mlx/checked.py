@@ -21,7 +21,7 @@ class Findings:
     warnings: list[str]
     rows: bool
     trees: bool
-    noise: bool = False
+    noise: bool
 
     def note(self, pair: ModelPair) -> None:
         """Add it to what is known of the pair."""
