@@ -43,9 +43,9 @@ class _Block(NamedTuple):
 
 
 _TYPES = (mx.float16, mx.bfloat16)
-# A larger matrix takes the GPU so long to read that the library's product may be faster; and the kernel should read it
-# once only, so for up to so many rows.
-_MOST_WEIGHTS, LARGE_ROWS = 8_000_000, 16
+# A larger matrix takes the GPU so long to read that the library's product may be faster. The kernel is to read it once
+# only, so it multiplies no more rows than a block of threads takes.
+_MOST_WEIGHTS = 8_000_000
 _STATE, _CALLS = "_dflash_few_rows", "_dflash_calls"
 # The most products of a launch.
 _MOST_PRODUCTS = 16
@@ -139,7 +139,7 @@ def products_work(dtype: mx.Dtype, *, together: bool = True) -> bool:
 
 
 def is_large(layer: nn.Linear) -> bool:
-    """Whether a layer's matrix is so large that the kernel is used for `LARGE_ROWS` at most."""
+    """Whether a layer's matrix is so large that the kernel multiplies few rows by it at most: a block's."""
     return bool(layer.weight.size > _MOST_WEIGHTS)
 
 
@@ -194,8 +194,8 @@ def _noting(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def set_few_rows(layers: Sequence[nn.Linear], most: int, groups: Sequence[Sequence[nn.Linear]] = ()) -> None:
-    """Have 2 to `most` rows of these layers multiplied by the kernel, of large ones `LARGE_ROWS` at most; 0 makes them
-    plain layers again.
+    """Have 2 to `most` rows of these layers multiplied by the kernel, of large ones no more than a block takes; 0 makes
+    them plain layers again.
 
     groups: of the layers, those that share a launch (`called_together`).
     """
@@ -203,7 +203,7 @@ def set_few_rows(layers: Sequence[nn.Linear], most: int, groups: Sequence[Sequen
     for layer in layers:
         if most:
             others = followers.get(id(layer), [])
-            fitting = min(most, LARGE_ROWS) if any(map(is_large, [layer, *others])) else most
+            fitting = min(most, _SMALL.rows) if any(map(is_large, [layer, *others])) else most
             state = _State(fitting, layer.weight, others)
             mx.eval(state.transposed)
             object.__setattr__(layer, _STATE, state)
