@@ -68,10 +68,12 @@ def cuda_kernel(
     beginning: str = "",
     header: str | None = None,
     ensure_row_contiguous: bool = True,
+    shared_memory: int = 0,
 ) -> Callable[..., list[mx.array]]:
     """`mx.fast.cuda_kernel` of files beside this one, whose modules are provided for each kind of inputs and outputs.
 
-    beginning: of the kernel's body, before the text of `file`.
+    beginning: of the kernel's body, before the text of `file`. shared_memory: bytes for each block of threads, beside
+    those that the text asks for.
     """
     # Another text, and so another module, for another GPU.
     body = f"{beginning}{included(file, input_names)}// {_architecture()}\n"
@@ -83,6 +85,7 @@ def cuda_kernel(
         source=body,
         header=before,
         ensure_row_contiguous=ensure_row_contiguous,
+        shared_memory=shared_memory,
     )
     provided: set[object] = set()
 

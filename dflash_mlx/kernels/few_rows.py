@@ -32,7 +32,7 @@ import mlx.nn as nn
 from dflash_mlx.caches.rows import Rows
 from dflash_mlx.drafters.contract import Drafter, Nobody
 from dflash_mlx.kernels import exponentials, rotary
-from dflash_mlx.kernels.few_rows_linear import called_together, fitting_layers, is_large, products_work, set_few_rows
+from dflash_mlx.kernels.few_rows_linear import called_together, fitting_layers, products_work, set_few_rows
 from dflash_mlx.kernels.quantized_rows import layers as quantized_rows
 from dflash_mlx.kernels.race import Report, is_faster, take_turns
 from dflash_mlx.kernels.rows_attention import layers as rows_attention
@@ -52,23 +52,15 @@ _TURNS, _MOST_TURNS, _ENOUGH_SECONDS = 4, 16, 1.0
 _QUEUED, _UNTIMED = 4, 2
 W = TypeVar("W")
 # To be raised when it is chosen among other ways.
-_SCHEMA = 8
+_SCHEMA = 9
 
 
 class Way(NamedTuple):
-    """How products of rows and passes are made: whether passes are replayed, up to how many rows the kernel for
-    products is used, and whether for large matrices, too."""
+    """How products of rows and passes are made: whether passes are replayed, and up to how many rows the kernel for
+    products is used."""
 
     replays: bool = False
     most: int = 0
-    large: bool = False
-
-    @property
-    def words(self) -> str:
-        """What the kernel is used for."""
-        if not self.most:
-            return ""
-        return f"products of up to {self.most} rows{', also with large matrices' if self.large else ''}"
 
 
 _ORDINARY = Way()
@@ -127,28 +119,25 @@ def use_where_faster(
     if layers and tree_steps.work(activation_dtype(target.model)):
         target.tree_steps = tree_steps.KERNELS
 
-    small = [layer for layer in layers if not is_large(layer)]
-    # The kernel can be used for small matrices, or for large ones, too.
-    kinds = [large for large, some in ((False, small), (True, len(small) < len(layers))) if some]
-    groups: dict[bool, list[list[nn.Linear]]] = {}
+    groups: list[list[nn.Linear]] = []
     recorded: dict[Way, Recorded] = {}
 
     def switch(way: Way) -> None:
-        set_few_rows(layers, 0)
-        set_few_rows(layers if way.large else small, way.most, groups.get(way.large, []))
+        set_few_rows(layers, way.most, groups)
         target.set_replays(way.replays, recorded.setdefault(way, Recorded()))
 
     if layers:
         switch(_ORDINARY)
-        groups = {large: called_together(layers if large else small, run) for large in kinds}
+        groups = called_together(layers, run)
     if before is not None and before.kernels == target.kernels:
         way = before.way
     else:
-        way = _fastest_way(target, drafter, switch, kinds)
+        way = _fastest_way(target, drafter, switch, kernel=bool(layers))
         if name is not None:
             store(name, asdict(_Chosen(target.kernels, way, target.takes_rows(), target.takes_trees())))
     switch(way)
-    target.kernels = "; ".join(filter(None, (target.kernels, way.words)))
+    if way.most:
+        target.kernels = "; ".join(filter(None, (target.kernels, f"products of up to {way.most} rows")))
     return notes
 
 
@@ -161,27 +150,24 @@ def _read(name: str) -> _Chosen | None:
     """What was chosen before; None where nothing was, or the file cannot be used."""
     try:
         stored = read_json(name)
-        (replays, most, large), flags = stored["way"], (stored["rows"], stored["trees"])
-        if not all(isinstance(flag, bool) for flag in (replays, large, *flags)):
+        (replays, most), flags = stored["way"], (stored["rows"], stored["trees"])
+        if not all(isinstance(flag, bool) for flag in (replays, *flags)):
             return None
-        return _Chosen(str(stored["kernels"]), Way(replays, int(most), large), *flags)
+        return _Chosen(str(stored["kernels"]), Way(replays, int(most)), *flags)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _layers(target: Target, drafter: Drafter) -> list[nn.Linear]:
     """The linear layers of both models for which there is a kernel, if it can be compiled."""
-    layers = fitting_layers(target.model, without=[target.head_module], large=True)
+    layers = fitting_layers(target.model, without=[target.head_module])
     if layers and products_work(activation_dtype(drafter.networks[-1] if drafter.networks else target.model)):
-        return [*layers, *(layer for network in drafter.networks for layer in fitting_layers(network, large=True))]
+        return [*layers, *(layer for network in drafter.networks for layer in fitting_layers(network))]
     return []
 
 
-def _fastest_way(target: Target, drafter: Drafter | None, switch: Callable[[Way], None], kinds: Sequence[bool]) -> Way:
-    """Measure replaying and the kernel for products together: each makes the other worth more, or less.
-
-    kinds: whether the kernel can be used for large matrices, too (True), or not; none where there is no kernel.
-    """
+def _fastest_way(target: Target, drafter: Drafter | None, switch: Callable[[Way], None], *, kernel: bool) -> Way:
+    """Measure replaying and the kernel for products together: each makes the other worth more, or less."""
 
     def fastest(rows: int, ways: Sequence[Way]) -> Way:
         shares = _compare(target, drafter, rows, ways, switch)
@@ -189,7 +175,7 @@ def _fastest_way(target: Target, drafter: Drafter | None, switch: Callable[[Way]
         return best if is_faster(shares[best], 1.0) else ways[0]
 
     replays = (False, True) if _can_replay(target, drafter, switch) else (False,)
-    ways = [way for on in replays for way in (Way(on), *(Way(on, _ROUND, large) for large in kinds))]
+    ways = [Way(on, most) for on in replays for most in ((0, _ROUND) if kernel else (0,))]
     chosen = fastest(_rows(drafter), ways) if len(ways) > 1 else _ORDINARY
     for rows in _MORE_ROWS if chosen.most and target.takes_rows() else ():
         more = fastest(rows, [chosen, chosen._replace(most=rows)])

@@ -1,7 +1,7 @@
 """Products of a few rows with linear layers in one CUDA kernel.
 
 MLX prepares a cuBLAS product anew for each call with more than one row, which takes the computer longer than it takes
-the GPU to multiply a small matrix. This kernel is one plain launch. It reads a matrix once for every 16 rows, or 32 of
+the GPU to multiply a small matrix. This kernel is one plain launch. It reads a matrix once for every 32 rows, or 64 of
 many, multiplies on the matrix units and adds in float32, always in the same order: what comes out for a row does not
 depend on the other rows, nor on their number.
 
@@ -41,18 +41,43 @@ class _Block(NamedTuple):
     def threads(self) -> int:
         return 32 * (8 if self.split else 4)
 
+    @property
+    def stages(self) -> int:
+        """For how many turns of the depth there is room in the block's memory (few_rows_linear.cu)."""
+        return min(4, _MOST_MEMORY // self._turn)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the block's threads share, where they share the depth."""
+        return self.stages * self._turn if self.split else 0
+
+    @property
+    def _turn(self) -> int:
+        """Bytes of a turn: each thread reads 16 of each tile's columns, and 16 of two rows of each."""
+        down, across = self.tiles
+        return 16 * (2 * down + across) * self.threads
+
 
 _TYPES = (mx.float16, mx.bfloat16)
-# A larger matrix takes the GPU so long to read that the library's product may be faster. The kernel is to read it once
-# only, so it multiplies no more rows than a block of threads takes.
+# With so many bytes two blocks fit into what a GPU's processor has.
+_MOST_MEMORY = 98_304
+# To read a larger matrix more than once takes longer than to have the library prepare its product.
 _MOST_WEIGHTS = 8_000_000
 _STATE, _CALLS = "_dflash_few_rows", "_dflash_calls"
 # The most products of a launch.
 _MOST_PRODUCTS = 16
-# Up to so many rows are multiplied by many small blocks, to read a matrix as fast as can be; more of them by larger
-# ones, which read it, and the rows, fewer times.
-_FEW_ROWS = 64
-_SMALL, _LARGE = _Block(split=True, tiles=(1, 1)), _Block(split=False, tiles=(2, 4))
+# Up to so many rows are multiplied by blocks that read a matrix as fast as can be, at most so many in each; more by
+# blocks that read it fewer times.
+_FEW_ROWS, _BLOCK_ROWS = 64, 32
+# From so many columns on, blocks can be wide and still be enough for all of a GPU. Wide ones read the rows fewer times.
+_MANY_COLUMNS = 4096
+
+
+def _block(rows: int, columns: int) -> _Block:
+    """What reads matrices of so many columns together fastest."""
+    if rows > _FEW_ROWS:
+        return _Block(split=False, tiles=(2, 4))
+    return _Block(split=True, tiles=(1 if rows <= _BLOCK_ROWS // 2 else 2, 4 if columns >= _MANY_COLUMNS else 2))
 
 
 class _State:
@@ -96,8 +121,8 @@ def multiply(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
     -> x @ weight.T, (..., N), of each, by the kernel."""
     columns = [weight.shape[0] for weight in weights]
     rows = x.size // x.shape[-1]
-    block = _SMALL if rows <= _FEW_ROWS else _LARGE
-    found: list[mx.array] = _kernel(len(weights))(
+    block = _block(rows, sum(columns))
+    found: list[mx.array] = _kernel(len(weights), block.memory)(
         inputs=[x, *weights],
         template=[
             ("T", x.dtype),
@@ -106,6 +131,7 @@ def multiply(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
             ("SPLIT", block.split),
             ("ROW_TILES", block.tiles[0]),
             ("COLUMN_TILES", block.tiles[1]),
+            ("STAGES", block.stages),
         ],
         grid=(sum(-(-count // block.columns) for count in columns) * block.threads, -(-rows // block.rows), 1),
         threadgroup=(block.threads, 1, 1),
@@ -123,36 +149,35 @@ def products_work(dtype: mx.Dtype, *, together: bool = True) -> bool:
     if dtype not in _TYPES:
         return False
     rng = np.random.default_rng(0)
-    few, many, *weights = (
+    few, some, many, *weights = (
         mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
-        for shape in ((2, 9, 416), (2, 40, 416), (35, 416), (8, 416))
+        for shape in ((9, 416), (2, 9, 416), (2, 40, 416), (35, 416), (_MANY_COLUMNS, 416))
     )
     try:
-        for x in (few, many):
-            found = [*multiply(x, weights[:1]), *(multiply(x, weights) if together else [])]
-            expected = [x @ weight.T for weight in (weights[0], *(weights if together else []))]
-            if any(relative_difference(*pair) > TOLERANCE[dtype] for pair in zip(found, expected, strict=True)):
-                return False
+        for x in (few, some, many):
+            for matrices in (weights[:1], weights[1:], *([weights] if together else [])):
+                expected = [x @ weight.T for weight in matrices]
+                for pair in zip(multiply(x, matrices), expected, strict=True):
+                    if relative_difference(*pair) > TOLERANCE[dtype]:
+                        return False
         return True
     except (RuntimeError, ValueError):  # no compiler, or one that refuses it
         return False
 
 
 def is_large(layer: nn.Linear) -> bool:
-    """Whether a layer's matrix is so large that the kernel multiplies few rows by it at most: a block's."""
+    """Whether a layer's matrix is so large that the kernel is for no more rows than it reads it once for."""
     return bool(layer.weight.size > _MOST_WEIGHTS)
 
 
-def fitting_layers(model: nn.Module, *, without: Sequence[nn.Module] = (), large: bool = False) -> list[nn.Linear]:
-    """A model's layers that the kernel can stand in for: plain ones, of a type that it is made for. large: also those
-    that `is_large` names."""
+def fitting_layers(model: nn.Module, *, without: Sequence[nn.Module] = ()) -> list[nn.Linear]:
+    """A model's layers that the kernel can stand in for: plain ones, of a type that it is made for."""
     return [
         layer
         for layer in model.modules()
         if type(layer) is nn.Linear
         and layer.weight.dtype in _TYPES
         and layer.weight.shape[1] % 32 == 0
-        and (large or not is_large(layer))
         and not any(layer is other for other in without)
     ]
 
@@ -194,8 +219,8 @@ def _noting(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def set_few_rows(layers: Sequence[nn.Linear], most: int, groups: Sequence[Sequence[nn.Linear]] = ()) -> None:
-    """Have 2 to `most` rows of these layers multiplied by the kernel, of large ones no more than a block takes; 0 makes
-    them plain layers again.
+    """Have 2 to `most` rows of these layers multiplied by the kernel, of large ones no more than it reads them once
+    for; 0 makes them plain layers again.
 
     groups: of the layers, those that share a launch (`called_together`).
     """
@@ -203,7 +228,7 @@ def set_few_rows(layers: Sequence[nn.Linear], most: int, groups: Sequence[Sequen
     for layer in layers:
         if most:
             others = followers.get(id(layer), [])
-            fitting = min(most, _SMALL.rows) if any(map(is_large, [layer, *others])) else most
+            fitting = min(most, _BLOCK_ROWS) if any(map(is_large, [layer, *others])) else most
             state = _State(fitting, layer.weight, others)
             mx.eval(state.transposed)
             object.__setattr__(layer, _STATE, state)
@@ -214,8 +239,8 @@ def set_few_rows(layers: Sequence[nn.Linear], most: int, groups: Sequence[Sequen
 
 
 @cache
-def _kernel(count: int) -> Any:
-    """The kernel for so many products with the same rows."""
+def _kernel(count: int, memory: int) -> Any:
+    """The kernel for so many products with the same rows, by blocks whose threads share so many bytes."""
     matrices, products = [f"w{i}" for i in range(count)], [f"product{i}" for i in range(count)]
     lists = {
         "const int sizes": [f"{name}_shape[0]" for name in matrices],
@@ -229,4 +254,5 @@ def _kernel(count: int) -> Any:
         file="few_rows_linear.cu",
         beginning="".join(f"{name}[] = {{{', '.join(items)}}};\n" for name, items in lists.items()),
         header="matrix_units.cu",
+        shared_memory=memory,
     )

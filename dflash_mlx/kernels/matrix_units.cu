@@ -17,3 +17,22 @@ __device__ inline float power_of_two(float power) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(power));
   return found;
 }
+
+// The memory of a block of threads, as much as it was launched with.
+template <typename T>
+__device__ inline T* block_memory() {
+  extern __shared__ uint4 memory[];
+  return reinterpret_cast<T*>(memory);
+}
+
+// Have 16 bytes copied to the block's memory while the thread goes on. Copies that were asked for since the last time
+// make a group; a thread can wait until no more than the last LEFT groups are still on their way.
+__device__ inline void copy_async(void* to, const void* from) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+}
+__device__ inline void copies_asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}

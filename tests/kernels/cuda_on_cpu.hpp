@@ -27,7 +27,15 @@ static Index threadIdx, blockIdx, blockDim;
 using float16 = emulator::Small<false>;
 using bfloat16 = emulator::Small<true>;
 
-struct Thread { ucontext_t context; jmp_buf place; std::vector<char> stack; int turns; bool started, waits, done; };
+struct Copy { void* to; const void* from; };
+struct Thread {
+  ucontext_t context;
+  jmp_buf place;
+  std::vector<char> stack;
+  int turns;
+  bool started, waits, done;
+  std::vector<std::vector<Copy>> copies;  // in groups, of which the last one is still being asked for
+};
 static std::vector<Thread> threads;
 static jmp_buf scheduler;
 static std::vector<float> exchanged[2];
@@ -93,6 +101,27 @@ static void multiply_accumulate(float (&sums)[4], const uint32_t (&left)[4], con
     }
 }
 
+// A block's memory has a margin that nobody may write to, and begins with numbers that are none.
+constexpr int MARGIN = 1024;
+static std::vector<uint64_t> memory;
+template <typename T>
+static T* block_memory() { return reinterpret_cast<T*>(memory.data()); }
+
+// A copy may be made at any time up to where it is waited for: blocks take turns to have it made at once and then.
+static void copy_async(void* to, const void* from) {
+  if (blockIdx.x % 2) std::memcpy(to, from, 16);
+  else threads[threadIdx.x].copies.back().push_back({to, from});
+}
+static void copies_asked() { threads[threadIdx.x].copies.emplace_back(); }
+template <int LEFT>
+static void wait_for_copies() {
+  auto& groups = threads[threadIdx.x].copies;
+  for (size_t i = 0; i + 1 + LEFT < groups.size(); i++) {
+    for (const Copy& copy : groups[i]) std::memcpy(copy.to, copy.from, 16);
+    groups[i].clear();
+  }
+}
+
 static std::function<void()> body;
 static void start() {
   body();
@@ -100,12 +129,14 @@ static void start() {
   _longjmp(scheduler, 1);
 }
 
-// Runs one block; false if its threads did not all end after equally many turns.
-static bool run_block(int count) {
+// Runs one block; what is wrong with it, or nullptr.
+static const char* run_block(int count, int bytes) {
   threads = std::vector<Thread>(count);
+  memory.assign((bytes + MARGIN) / 8, ~uint64_t(0));
   for (auto& values : exchanged) values.assign(count, 0);
   for (auto& thread : threads) {
     thread.stack.resize(64 * 1024);
+    thread.copies.resize(1);
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.data();
     thread.context.uc_stack.ss_size = thread.stack.size();
@@ -115,25 +146,29 @@ static bool run_block(int count) {
   while (!all([](const Thread& thread) { return thread.done; })) {
     const bool together = all([](const Thread& thread) { return thread.waits; });
     bool moved = together;
-    for (int i = 0; i < count; i++) {
+    for (int turn = 0; turn < count; turn++) {
+      // No order may be relied on: it is another one in every other block.
+      const int i = blockIdx.x % 2 ? count - 1 - turn : turn;
       if (together) threads[i].waits = false;
       if (threads[i].done || threads[i].waits) continue;
       threadIdx.x = i;
       take_turn(threads[i]);
       moved = true;
     }
-    if (!moved) return false;
+    if (!moved) return "threads came to different barriers";
   }
   for (int i = 0; i < count; i++)
-    if (threads[i].turns != threads[i / 32 * 32].turns) return false;
-  return true;
+    if (threads[i].turns != threads[i / 32 * 32].turns) return "threads of a warp came to different barriers";
+  if (!std::all_of(memory.begin() + bytes / 8, memory.end(), [](uint64_t word) { return word == ~uint64_t(0); }))
+    return "a block wrote beyond its memory";
+  return nullptr;
 }
 
-static bool run_blocks(const int (&blocks)[3], int threads_each) {
+static const char* run_blocks(const int (&blocks)[3], int threads_each, int memory_each) {
   blockDim = {threads_each, 1, 1};
   for (blockIdx.z = 0; blockIdx.z < blocks[2]; blockIdx.z++)
     for (blockIdx.y = 0; blockIdx.y < blocks[1]; blockIdx.y++)
       for (blockIdx.x = 0; blockIdx.x < blocks[0]; blockIdx.x++)
-        if (!run_block(threads_each)) return false;
-  return true;
+        if (const char* problem = run_block(threads_each, memory_each)) return problem;
+  return nullptr;
 }

@@ -71,9 +71,20 @@ def forgotten(*modules):
 class CudaKernel:
     """Takes what `mx.fast.cuda_kernel` takes; inputs may also be numpy arrays, of any strides."""
 
-    def __init__(self, folder, *, name, input_names, output_names, source, header="", ensure_row_contiguous=True):
+    def __init__(
+        self,
+        folder,
+        *,
+        name,
+        input_names,
+        output_names,
+        source,
+        header="",
+        ensure_row_contiguous=True,
+        shared_memory=0,
+    ):
         # A header has what the GPU does itself: cuda_on_cpu.hpp has its own of that.
-        self.contiguous = ensure_row_contiguous
+        self.contiguous, self.shared_memory = ensure_row_contiguous, shared_memory
         self.folder, self.name, self.source = folder, name, source
         self.input_names, self.output_names = input_names, output_names
 
@@ -93,7 +104,8 @@ class CudaKernel:
         blocks = (ctypes.c_int * 3)(*[-(-a // b) for a, b in zip(grid, threadgroup, strict=True)])
         assert threadgroup[1:] == (1, 1)
         pointers = shapes.ctypes.data_as(ctypes.c_void_p), strides.ctypes.data_as(ctypes.c_void_p)
-        assert run(data, *pointers, blocks, threadgroup[0]), "threads came to different barriers"
+        problem = run(data, *pointers, blocks, threadgroup[0], self.shared_memory)
+        assert problem is None, problem.decode()
         return [to_mlx(a, dtype) for a, dtype in zip(outputs, output_dtypes, strict=True)]
 
     def _compile(self, dtypes, output_dtypes, template):
@@ -122,9 +134,10 @@ class CudaKernel:
                 *constants,
                 self.source,
                 "}",
-                'extern "C" bool run(void** data, Shape* shape, Strides* strides, int (&blocks)[3], int threads) {',
+                'extern "C" const char* run(',
+                "    void** data, Shape* shape, Strides* strides, int (&blocks)[3], int threads, int memory) {",
                 f"  body = [=] {{ kernel({', '.join(arguments)}); }};",
-                "  return run_blocks(blocks, threads);",
+                "  return run_blocks(blocks, threads, memory);",
                 "}",
             ]
         )
@@ -149,7 +162,7 @@ class CudaKernel:
                 check=True,
             )
         run = ctypes.CDLL(str(library)).run
-        run.restype = ctypes.c_bool
+        run.restype = ctypes.c_char_p
         return run
 
 

@@ -200,6 +200,8 @@ def launch_all(dtype):
     x, weight = mx.zeros((1, 16, 64), dtype), mx.zeros((32, 64), dtype)
     few_rows_linear.multiply(x, [weight])
     few_rows_linear.multiply(x, [weight] * 3)
+    few_rows_linear.multiply(x, [mx.zeros((130_000, 64), dtype)])
+    few_rows_linear.multiply(mx.zeros((80, 64), dtype), [weight])
     queries, keys = mx.zeros((1, 6, 16, 64), dtype), mx.zeros((1, 3, 100, 64), dtype)
     for attention in (one_launch.attention, on_matrix_units.attention, on_matrix_units.attention_in_parts):
         attention(queries, keys, keys, 0.1, "causal")

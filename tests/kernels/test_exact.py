@@ -152,6 +152,7 @@ def test_cuda_kernels_for_few_rows_compute_each_row_alike(family, kernels, monke
     monkeypatch.setattr(mx.fast, "cuda_kernel", make)
     for module in (model, layers):
         monkeypatch.setattr(module, "backend", lambda: replace(backend(), kind="cuda"))
+    monkeypatch.setattr(few_rows_linear, "_MANY_COLUMNS", 64)
     for module in (on_matrix_units, one_launch, few_rows_linear):
         module._kernel.cache_clear()
     try:
@@ -161,7 +162,7 @@ def test_cuda_kernels_for_few_rows_compute_each_row_alike(family, kernels, monke
     finally:
         for module in (on_matrix_units, one_launch, few_rows_linear):
             module._kernel.cache_clear()
-    assert len(made) == kernels
+    assert len(set(made)) == kernels
     assert isinstance(target.model.layers[0].self_attn.q_proj, KernelLinear)
 
 

@@ -10,9 +10,9 @@ from tiny import tiny_drafter, tiny_target
 
 from dflash_mlx import runtime
 from dflash_mlx.caches.replay import Replayed
-from dflash_mlx.kernels import few_rows, few_rows_linear
+from dflash_mlx.kernels import few_rows
 from dflash_mlx.kernels.few_rows import use_where_faster
-from dflash_mlx.kernels.few_rows_linear import _STATE, FewRowsLinear, fitting_layers, is_large
+from dflash_mlx.kernels.few_rows_linear import _STATE, FewRowsLinear, fitting_layers
 
 
 @pytest.fixture
@@ -75,28 +75,6 @@ def test_the_kernel_for_products_is_used_up_to_where_it_stops_being_faster(slowe
     assert not uses_for(linear, most + 1)
     # By which the costs of rounds are told apart.
     assert target.kernels == f"products of up to {most} rows"
-
-
-@pytest.mark.parametrize(("small", "large", "used"), [(0.2, 0.1, (16, 16)), (0.2, -0.1, (16, 0)), (-0.1, 0.05, (0, 0))])
-def test_large_matrices_are_left_to_the_library_where_it_is_faster(small, large, used, pair, folder, monkeypatch):
-    """By what the kernel gains with small matrices and with those of MLPs, which are larger; also when remembered."""
-    target, drafter, linear = pair
-    monkeypatch.setattr(few_rows_linear, "_MOST_WEIGHTS", 32 * 32)
-    kinds = [next(layer for layer in linear if is_large(layer) == kind) for kind in (False, True)]
-
-    def found():
-        return tuple(layer.__dict__[_STATE].most if isinstance(layer, FewRowsLinear) else 0 for layer in kinds)
-
-    def seconds(_, __, rows):
-        return 1.0 - sum(gain for gain, most in zip((small, large), found(), strict=True) if rows <= min(most, 16))
-
-    monkeypatch.setattr(few_rows, "_seconds", seconds)
-    for _ in range(2):
-        few_rows.set_few_rows(linear, 0)
-        use_where_faster(target, drafter, folders=[folder])
-        assert found() == used
-        assert ("large" in target.kernels) == (used[1] > 0)
-        monkeypatch.setattr(few_rows, "_fastest_way", lambda *_: pytest.fail("measured again"))
 
 
 def uses_for(layers, rows):

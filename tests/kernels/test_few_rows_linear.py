@@ -42,6 +42,7 @@ def used(monkeypatch, tmp_path_factory):
         x, *weights = inputs
         return x.size // x.shape[-1], len(weights)
 
+    monkeypatch.setattr(few_rows_linear, "_MANY_COLUMNS", 64)
     folder = kernels_folder(tmp_path_factory)
     with kernel_on_cpu(few_rows_linear, rows, folder=folder, monkeypatch=monkeypatch) as noted:
         yield noted
@@ -62,10 +63,14 @@ def random(rng, *shape, dtype=mx.float16):
         (40, [35, 1], 416),
         (80, [35, 64], 288),
         (130, [65], 416),
+        (5, [70], 1184),
     ],
 )
-def test_the_kernel_multiplies(rows, columns, depth, dtype, used):
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_kernel_multiplies(rows, columns, depth, dtype, wide, used, monkeypatch):
     """Numbers of rows, columns and of numbers that are added that fill blocks, and that do not."""
+    if wide:
+        monkeypatch.setattr(few_rows_linear, "_MANY_COLUMNS", 0)
     rng = np.random.default_rng(rows)
     x, *weights = (random(rng, n, depth, dtype=dtype) for n in (rows, *columns))
     for found, weight in zip(multiply(x, weights), weights, strict=True):
@@ -81,18 +86,20 @@ def test_rows_that_lie_at_odd_places(used):
     rng = np.random.default_rng(0)
     # Numbers that numpy holds stay where they are in memory.
     x, weight = np.array(random(rng, 3 * 64 + 1))[1:].reshape(3, 64), random(rng, 8, 64)
-    [found] = few_rows_linear._kernel(1)(
+    block = few_rows_linear._block(3, 8)
+    [found] = few_rows_linear._kernel(1, block.memory)(
         inputs=[x, weight],
         template=[
             ("T", mx.float16),
             ("BRAIN", False),
             ("DIMENSIONS", 2),
             ("SPLIT", True),
-            ("ROW_TILES", 1),
-            ("COLUMN_TILES", 1),
+            ("ROW_TILES", block.tiles[0]),
+            ("COLUMN_TILES", block.tiles[1]),
+            ("STAGES", block.stages),
         ],
-        grid=(256, 1, 1),
-        threadgroup=(256, 1, 1),
+        grid=(block.threads, 1, 1),
+        threadgroup=(block.threads, 1, 1),
         output_shapes=[(3, 8)],
         output_dtypes=[mx.float16],
     )
@@ -165,17 +172,17 @@ def test_layers_that_are_called_together_share_a_launch(used):
 
 @needs_compiler
 def test_a_large_matrix_is_read_once(used, monkeypatch):
-    """More rows than a block of threads takes are left to the library, and so are those of a layer that would compute
+    """More rows than a block takes are left to the library, and so are those of a layer that would compute
     the products of a large one along."""
     monkeypatch.setattr(few_rows_linear, "_MOST_WEIGHTS", 1024)
     model = Attention()
-    layers = fitting_layers(model, large=True)
+    layers = fitting_layers(model)
     set_few_rows(layers, 64, [[model.k, model.q]])
-    for rows in (16, 17):
+    for rows in (32, 33):
         x = mx.random.normal((1, rows, 64), key=mx.random.key(rows)).astype(mx.float16)
         for layer in (model.k, model.q, model.v):
             assert relative_difference(layer(x), x @ layer.weight.T + layer.bias) < 0.02
-    assert used == [(16, 2), (16, 1), (17, 1)]
+    assert used == [(32, 2), (32, 1), (33, 1)]
 
 
 @needs_compiler
@@ -236,7 +243,7 @@ def test_gradients_are_those_of_a_linear_layer():
     assert all(mx.allclose(found[name], expected[name], rtol=0.02, atol=0.02) for name in ("weight", "bias"))
 
 
-def test_only_plain_layers_of_a_fitting_size_take_part(monkeypatch):
+def test_only_plain_layers_of_a_fitting_size_take_part():
     plain = [nn.Linear(depth, columns) for depth, columns in ((64, 8), (64, 9), (48, 8), (64, 8))]
     model = nn.Sequential(*plain[:3], nn.QuantizedLinear(64, 8), plain[3])
     model.set_dtype(mx.bfloat16)
@@ -248,9 +255,6 @@ def test_only_plain_layers_of_a_fitting_size_take_part(monkeypatch):
 
     assert places() == [0, 1]
     assert places(without=[model.layers[0]]) == [1]
-    monkeypatch.setattr(few_rows_linear, "_MOST_WEIGHTS", 64 * 8)
-    assert places() == [0]
-    assert places(large=True) == [0, 1]
 
 
 @needs_compiler
@@ -291,7 +295,7 @@ def test_where_there_is_no_compiler_the_kernel_is_not_used(monkeypatch):
     def failing(**_):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(few_rows_linear, "_kernel", lambda _: failing)
+    monkeypatch.setattr(few_rows_linear, "_kernel", lambda *_: failing)
     assert not few_rows_linear.products_work(mx.bfloat16)
 
 

@@ -23,7 +23,7 @@ from dflash_mlx.kernels.exact.attention import ROWS, Blocks, attention_in, compa
 from dflash_mlx.kernels.exact.blocks import SIZES, Agreement, largest_difference
 from dflash_mlx.kernels.exact.layers import EXACT_KINDS, KernelLinear, compare_products, kind_of_product, set_exact
 from dflash_mlx.kernels.exact.recurrence import exact_convolution, without_recurrence
-from dflash_mlx.kernels.few_rows_linear import fitting_layers, products_work
+from dflash_mlx.kernels.few_rows_linear import fitting_layers, is_large, products_work
 from dflash_mlx.kernels.rows_attention.layers import Heads, Rival, ways, works
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.loading import activation_dtype
@@ -94,8 +94,10 @@ def _refusal(what: str) -> UsageError:
 
 
 def _layers_of_kernel(target: Target, uses: Uses) -> set[int]:
-    """Ids of the layers whose rows the CUDA kernel for few rows multiplies, which takes fewer launches than blocks."""
-    fitting = {id(layer) for layer in fitting_layers(target.model, without=[target.head_module])}
+    """Ids of the layers whose rows the CUDA kernel for few rows multiplies, which takes fewer launches than blocks. It
+    would read a large matrix too many times for the rows of a prompt."""
+    layers = fitting_layers(target.model, without=[target.head_module])
+    fitting = {id(layer) for layer in layers if not is_large(layer)}
     found = [(layer, dtype) for key, (layer, dtype) in uses.layers.items() if key in fitting]
     works = {dtype: products_work(dtype, together=False) for _, dtype in found}
     return {id(layer) for layer, dtype in found if works[dtype] and layer["weight"].dtype == dtype}
