@@ -63,7 +63,7 @@ def random(rng, *shape, dtype=mx.float16):
         (40, [35, 1], 416),
         (80, [35, 64], 288),
         (130, [65], 416),
-        (5, [70], 1184),
+        (5, [50], 1184),
     ],
 )
 @pytest.mark.parametrize("wide", [False, True])
@@ -172,8 +172,8 @@ def test_layers_that_are_called_together_share_a_launch(used):
 
 @needs_compiler
 def test_a_large_matrix_is_read_once(used, monkeypatch):
-    """More rows than a block takes are left to the library, and so are those of a layer that would compute
-    the products of a large one along."""
+    """More rows than a block takes are left to the library, and so are those of a layer that would compute the products
+    of a large one along."""
     monkeypatch.setattr(few_rows_linear, "_MOST_WEIGHTS", 1024)
     model = Attention()
     layers = fitting_layers(model)
