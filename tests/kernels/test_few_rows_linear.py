@@ -291,6 +291,15 @@ def test_a_kernel_that_computes_something_else_is_found(broken, used, monkeypatc
     assert few_rows_linear.products_work(mx.float16) != broken
 
 
+def test_a_kernel_whose_products_are_no_numbers_is_found(monkeypatch):
+    monkeypatch.setattr(
+        few_rows_linear,
+        "multiply",
+        lambda x, weights: [mx.full((*x.shape[:-1], weight.shape[0]), float("nan"), x.dtype) for weight in weights],
+    )
+    assert not few_rows_linear.products_work(mx.float16)
+
+
 def test_where_there_is_no_compiler_the_kernel_is_not_used(monkeypatch):
     def failing(**_):
         raise RuntimeError("no compiler")
