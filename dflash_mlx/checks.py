@@ -6,7 +6,6 @@ Weights that know nothing of the target break no rule, so `read_guesses` compare
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -130,11 +129,10 @@ def guesses_at(
     """
     caches, room = drafter.make_cache(), len(tokens) + 2
     drafter.read(target, mx.array([tokens]), features, caches)
-    state = drafter.blank(target, len(places), room)
+    state = drafter.open(target, caches, len(tokens))
     assert isinstance(state, RowState)
     # Every row has the whole text; what comes from its own place on is masked.
-    held: list[Any] = [array for cache in caches for array in (cache.keys, cache.values)]
-    state.rows.put_arrays([mx.repeat(array, len(places), axis=0) for array in held])
+    state.rows.repeat(len(places))
     at, anchors = mx.array(places, dtype=mx.int32), mx.array([tokens[place] for place in places])
     drafted = state.propose([Nobody()] * len(places), anchors, at, 1, room=room)
     assert drafted.logits is not None

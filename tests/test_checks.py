@@ -1,5 +1,7 @@
 """Wrong pairs are refused at load, with the reason; a drafter that guesses like random weights is reported."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -9,6 +11,7 @@ from mlx.utils import tree_map
 from tiny import FAMILIES, HIDDEN, LAYERS, SECOND, ScriptedDrafter, randomize, tiny_drafter, tiny_eagle3, tiny_target
 from tiny_folder import write_target
 
+from dflash_mlx.caches import rows
 from dflash_mlx.checks import GUESS_TEXT, Guesses, check_pair, check_shapes, following, guesses_at, read_guesses
 from dflash_mlx.decoding.session import Session
 from dflash_mlx.drafters.checkpoint import load_drafter
@@ -20,6 +23,7 @@ from dflash_mlx.drafters.ngram import NgramDrafter
 from dflash_mlx.drafters.with_ngram import WithNgram
 from dflash_mlx.errors import PairError
 from dflash_mlx.loading import load_pair
+from dflash_mlx.runtime import backend
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -161,8 +165,14 @@ def test_what_has_no_weights_is_not_judged(wide):
 
 
 @pytest.mark.parametrize("kind", ["dflash", *OTHERS])
-def test_guesses_are_those_of_the_decode_loop(wide, kind):
-    """At each place, what the drafter says there of the next token after a fresh session has read what is before."""
+@pytest.mark.parametrize("cuda", [False, True])
+def test_guesses_are_those_of_the_decode_loop(wide, kind, cuda, monkeypatch):
+    """At each place, what the drafter says there of the next token after a fresh session has read what is before.
+
+    cuda: caches have more room than the text needs, as on such a GPU.
+    """
+    if cuda:
+        monkeypatch.setattr(rows, "backend", lambda: replace(backend(), kind="cuda"))
     drafter = OTHERS[kind](1) if kind in OTHERS else tiny_drafter(vocab_size=MANY)
     drafter = getattr(drafter, "drafter", drafter)
     _, features = wide.pass_for(drafter.taps)(mx.array([TEXT[:64]]), wide.make_cache())

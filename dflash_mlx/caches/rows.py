@@ -145,6 +145,16 @@ class Rows:
         self.starts += [0] * count
         self._allocated = max(self._allocated, len(self.starts))
 
+    def repeat(self, times: int) -> None:
+        """Have the only row so many times."""
+        self.tidy()
+        self.put_arrays([mx.repeat(array, times, axis=0) for array in self.take_arrays()])
+        for state in self.states:
+            state.cache = [mx.repeat(array, times, axis=0) for array in state.cache]
+        self.lengths.value = mx.repeat(self.lengths.value, times)
+        self.starts *= times
+        self._allocated = max(self._allocated, len(self.starts))
+
     def take_over(self, other: "Rows", places: Sequence[int]) -> None:
         """Take the rows of another, each into the place of one that holds nothing."""
         self.tidy()

@@ -117,6 +117,17 @@ def test_rows_come_and_go(target):
     assert_close(found[1:], alone(target, a, BLOCK, MORE, BLOCK))
 
 
+def test_a_row_is_repeated(target):
+    batch = rows_of(target, PROMPTS[1])
+    batch.repeat(3)
+    blocks = BLOCK, [4] * len(BLOCK), BLOCK[::-1]
+    found = forward(target, batch, *blocks)
+    for row, block in enumerate(blocks):
+        assert_close(found[row : row + 1], alone(target, PROMPTS[1], block))
+    batch.keep([2, 0])
+    assert_close(forward(target, batch, MORE, MORE)[:1], alone(target, PROMPTS[1], BLOCK[::-1], MORE))
+
+
 LITTLE, MUCH = (PROMPTS[0],), (PROMPTS[4],)
 # Fed in two pieces, mlx-lm's buffers have no round number of positions.
 ODD = (PROMPTS[4], PROMPTS[3] * 5)
