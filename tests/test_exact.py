@@ -18,7 +18,7 @@ from tiny_families import family_target
 
 from dflash_mlx import loading
 from dflash_mlx.caches.rows import Rows
-from dflash_mlx.caches.tree_rows import branched
+from dflash_mlx.caches.tree_rows import keep_path
 from dflash_mlx.decoding import decode as one_answer
 from dflash_mlx.errors import UsageError
 from dflash_mlx.generation import generate
@@ -150,26 +150,37 @@ def test_logits_are_the_same_bit_for_bit(target):
         assert mx.array_equal(target.forward(tokens[:, begin:], rows.layers)[own], expected)
 
 
-@pytest.mark.parametrize("before", [3, 254, 300])
-def test_a_path_of_a_tree_has_the_logits_of_a_chain(before):
-    """Its keys lie between those of other paths, and on both sides of where parts of the caches begin."""
-    target, rng = exact_target("llama", "float16"), np.random.default_rng(before)
-    nodes = 12
-    parents = [int(rng.integers(max(0, node - 4), node)) for node in range(1, nodes)]
+def random_tree(rng, nodes):
+    """Depths (N,) and which nodes each continues, itself included, (N, N)."""
     visible, depths = np.eye(nodes, dtype=bool), [0] * nodes
-    for node, parent in enumerate(parents, 1):
+    for node in range(1, nodes):
+        parent = int(rng.integers(max(0, node - 4), node))
         visible[node] |= visible[parent]
         depths[node] = depths[parent] + 1
-    context, tokens = rng.integers(0, VOCAB, before).tolist(), rng.integers(0, VOCAB, nodes)
-    caches = target.make_cache()
-    target.forward(mx.array([context]), caches)
+    return depths, visible
+
+
+@pytest.mark.parametrize("before", [3, 254, 300])
+def test_a_path_of_a_tree_has_the_logits_of_a_chain(before):
+    """Its keys lie between those of other paths, and on both sides of where parts of the caches begin. After the first
+    tree they are out of order, too.
+    """
+    target, rng, nodes = exact_target("llama", "float32"), np.random.default_rng(before), 12
+    text, caches, model = rng.integers(0, VOCAB, before).tolist(), target.make_cache(), target.pass_for(())
+    target.forward(mx.array([text]), caches)
     rows = Rows.of(caches, before)
-    rows.reserve(before + nodes)
-    with branched(target.ropes, rows, mx.array(depths), mx.array(visible)):
-        logits = target.forward(mx.array(tokens[None]), rows.layers)[0]
-    for node in range(nodes):
-        path = tokens[np.flatnonzero(visible[node])].tolist()
-        assert mx.array_equal(logits[node], read_by_steps(target, context + path, begin=before)[-1])
+    for _ in range(4):
+        (depths, visible), tokens = random_tree(rng, nodes), rng.integers(0, VOCAB, nodes)
+        rows.reserve(len(text) + nodes)
+        logits, _ = model.over(rows, mx.array(tokens[None]), (mx.array(depths), mx.array(visible)))
+        paths = [np.flatnonzero(row) for row in visible]
+        for path in paths:
+            expected = read_by_steps(target, text + tokens[path].tolist(), begin=len(text))
+            assert mx.array_equal(logits[0, mx.array(path)], expected)
+        kept = max(paths, key=len)
+        keep_path(rows, mx.array(kept), target.tree_steps)
+        text += tokens[kept].tolist()
+        rows.lengths.value = mx.array([len(text)], dtype=mx.int32)
 
 
 def uneven(x, weight):

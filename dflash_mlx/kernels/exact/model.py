@@ -15,7 +15,7 @@ from dflash_mlx.caches.row_layers import RowKVCache
 from dflash_mlx.caches.rows import Rows, fits
 from dflash_mlx.caches.target_caches import BatchCaches
 from dflash_mlx.caches.tree_recurrence import convolutions, recurrences
-from dflash_mlx.caches.tree_rows import branched
+from dflash_mlx.caches.tree_rows import keep_path
 from dflash_mlx.errors import UsageError
 from dflash_mlx.hooks import renamed, subclassed
 from dflash_mlx.kernels.attention import NAME, Mask, as_array, attention_layers, set_attention
@@ -32,9 +32,10 @@ from dflash_mlx.targets.target import Target
 # MLX's operations that add up numbers in an order that may depend on shapes, and kernels of which nothing is known.
 _IN_DOUBT = re.compile(r"(?i)matmul|mm$|conv|attention|kernel|cumsum|fft|hadamard")
 _NOTES = "_dflash_exact_notes"
-# Of the check: positions before its rows, which lie on both sides of a multiple of 256, and the rooms of the caches.
-_BEFORE, _ROOM, _MORE_ROOM = 255, 300, 1000
-_TREE_DEPTHS, _TREE_PATH = (0, 1, 1, 2, 2), (0, 2, 4)
+# Of the check: positions before its rows, which lie on both sides of a multiple of 256, the rooms of the caches, and
+# tokens, which two trees have on their paths.
+_BEFORE, _ROOM, _MORE_ROOM, _TOKENS = 255, 300, 1000, 5
+_TREE_DEPTHS, _TREE_PATHS = (0, 1, 1, 2, 2), ((0, 2, 4), (0, 1))
 
 
 @dataclass
@@ -190,8 +191,7 @@ def attention_blocks(uses: Uses) -> Blocks:
 def differences(target: Target) -> dict[str, float]:
     """By a way to compute the same few rows, the most by which their logits differ from those of one row at a time."""
     rng = np.random.default_rng(0)
-    tokens = mx.array(rng.integers(0, target.vocab_size, (2, len(_TREE_DEPTHS))))
-    count = len(_TREE_PATH)
+    tokens = mx.array(rng.integers(0, target.vocab_size, (2, _TOKENS)))
     blank = Rows.blank(target.blank_caches, 1, _BEFORE)
     context = [_random_like(array, rng)[:, :, :_BEFORE] for array in blank.take_arrays()]
     memory = [[_random_like(array, rng) for array in state.cache] for state in blank.states]
@@ -211,7 +211,7 @@ def differences(target: Target) -> dict[str, float]:
         return found
 
     def one_by_one(caches: Sequence[Any], after: Callable[[], None]) -> Iterator[mx.array]:
-        for i in range(count):
+        for i in range(_TOKENS):
             yield target.forward(tokens[-1:, i : i + 1], list(caches))[0]
             after()
 
@@ -222,27 +222,27 @@ def differences(target: Target) -> dict[str, float]:
 
     expected = mx.concatenate(list(one_by_one(alone.layers, move_on)))
     found = {
-        "several tokens at once": target.forward(tokens[-1:], rows().layers)[0, :count],
-        "other answers beside it": target.forward(tokens, rows(2, _MORE_ROOM).layers)[-1, :count],
+        "several tokens at once": target.forward(tokens[-1:], rows().layers)[0],
+        "other answers beside it": target.forward(tokens, rows(2, _MORE_ROOM).layers)[-1],
     }
     rows().give_back(0, _BEFORE, single, states=memory)
     found["prompts that are read"] = mx.concatenate(
-        [target.forward(part, single)[0] for part in (tokens[-1:, :1], tokens[-1:, 1:count])]
+        [target.forward(part, single)[0] for part in (tokens[-1:, :1], tokens[-1:, 1:])]
     )
     if target.takes_trees():
-        found["trees of drafts"] = _tree(target, rows(), tokens[-1, :count])
+        found["trees of drafts"] = _trees(target, rows(), tokens[-1])
     if memory:
-        found["blocks that are kept in part"] = _kept(target, rows(2), tokens, count)
-    return {what: largest_difference(logits, expected) for what, logits in found.items()}
+        found["blocks that are kept in part"] = _kept(target, rows(2), tokens)
+    return {what: largest_difference(logits, expected[: logits.shape[0]]) for what, logits in found.items()}
 
 
 def _random_like(array: mx.array, rng: np.random.Generator) -> mx.array:
     return mx.array(rng.standard_normal(array.shape, dtype=np.float32)).astype(array.dtype)
 
 
-def _kept(target: Target, rows: Rows, tokens: mx.array, count: int) -> mx.array:
+def _kept(target: Target, rows: Rows, tokens: mx.array) -> mx.array:
     """The last answer's logits for its first tokens (2, L), of which all but one were kept of a block of more."""
-    batch, model, fed = BatchCaches(rows, target.layers), target.pass_for(()), tokens.shape[1]
+    batch, model, fed, count = BatchCaches(rows, target.layers), target.pass_for(()), tokens.shape[1], 3
     at, kept = rows.lengths.value, [fed - 1, count - 1]
     block, _ = batch.feed(model, tokens, at=at, room=_ROOM)
     batch.commit(fed, kept)
@@ -250,13 +250,18 @@ def _kept(target: Target, rows: Rows, tokens: mx.array, count: int) -> mx.array:
     return mx.concatenate([block[-1, : count - 1], last[-1]])
 
 
-def _tree(target: Target, rows: Rows, tokens: mx.array) -> mx.array:
-    """The logits for some tokens as one path of a tree, with others beside them."""
+def _trees(target: Target, rows: Rows, tokens: mx.array) -> mx.array:
+    """The logits for some tokens (L,) as paths of trees, one after the other, with others beside them."""
     visible = np.eye(len(_TREE_DEPTHS), dtype=bool)
     for row in range(1, len(_TREE_DEPTHS)):
         visible[row] |= visible[max(0, row - 2)]
-    held = mx.zeros((len(_TREE_DEPTHS),), dtype=mx.int32)
-    held[mx.array(_TREE_PATH)] = tokens.astype(mx.int32)
-    with branched(target.ropes, rows, mx.array(_TREE_DEPTHS), mx.array(visible)):
-        logits = target.forward(held[None], rows.layers)
-    return logits[0, mx.array(_TREE_PATH)]
+    model, logits, fed = target.pass_for(()), [], 0
+    for path in map(mx.array, _TREE_PATHS):
+        held = mx.zeros((len(_TREE_DEPTHS),), dtype=mx.int32)
+        held[path] = tokens[fed : fed + path.size].astype(mx.int32)
+        found, _ = model.over(rows, held[None], (mx.array(_TREE_DEPTHS), mx.array(visible)))
+        logits.append(found[0, path])
+        keep_path(rows, path, target.tree_steps)
+        fed += path.size
+        rows.lengths.value = rows.lengths.value + path.size
+    return mx.concatenate(logits)
