@@ -15,10 +15,11 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     _threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(_threads))
 
+from quick import measure_quickly
+
 from dflash_mlx.hub.registry import cache_home
 from dflash_mlx.loading import load_pair
 from dflash_mlx.pair import ModelPair
-from dflash_mlx.policy import costs, group_costs, timing
 from dflash_mlx.runtime import backend
 
 
@@ -51,15 +52,8 @@ def demo_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_measuring() -> Iterator[None]:
-    """What a round costs is measured for as short as can be: 6 seconds for each of hundreds of tiny pairs add up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "_SECONDS_A_WIDTH", 0.01)
-        patch.setattr(timing, "_SECONDS_A_WAITING_KIND", 0.01)
-        patch.setattr(costs, "_SECONDS_TO_SPEND", 0.5)
-        patch.setattr(costs, "_AGREEING", 1)
-        patch.setattr(group_costs, "_SECONDS_A_TURN", 0.01)
-        patch.setattr(group_costs, "_SLOW", 0.0)
-        patch.setattr(group_costs, "_SECONDS_TO_SPEND", 0.5)
+        measure_quickly(patch.setattr)
         yield
 
 

@@ -36,7 +36,6 @@ FEW = [
 MORE = [
     ("qwen2", "float16"),
     ("gemma3", "bfloat16"),
-    ("qwen3_moe", "float32"),
     ("llama", "4-bit"),
     ("llama", "float32"),
     ("llama, sliding", "bfloat16"),

@@ -6,9 +6,11 @@
 import copy
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -129,25 +131,45 @@ class Clock:
         return seconds * (SLOWER if self.slower else 1.0) * self.rng.lognormvariate(0, NOISE)
 
 
-def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, clock: Clock | None = None) -> float:
-    """Answer by the policy, in the order in which the decode loop asks it; tokens a second of a steady machine.
+class Round(NamedTuple):
+    """What a round takes time for: drafts for so many places, of which so many are verified, in a chain or a tree."""
 
-    clock: by which the policy is told what rounds took.
-    """
-    at, end, spent, untold, unread = 0, len(trace.ranks), 0.0, [], 0
-    following = policy.next_round(may_branch=costs.trees is not None)
+    places: int
+    size: int
+    tree: bool
+
+    def seconds(self, costs: PairCosts) -> float:
+        if not self.places:
+            return costs.chains.plain
+        kind = costs.trees if costs.trees is not None and self.tree else costs.chains
+        return kind.round(self.size, drafted=self.places)
+
+
+class Answer(NamedTuple):
+    tokens: int
+    rounds: Counter[Round]
+
+    def speed(self, costs: PairCosts) -> float:
+        """Tokens a second."""
+        return self.tokens / sum(count * round.seconds(costs) for round, count in self.rounds.items())
+
+
+def answer(trace: Trace, policy: WidthPolicy, *, may_branch: bool, seen: Callable[[Round], float]) -> Answer:
+    """Answer by the policy, in the order in which the decode loop asks it. seen: what it is told that rounds took."""
+    at, end, untold, unread, rounds = 0, len(trace.ranks), [], 0, Counter[Round]()
+    following = policy.next_round(may_branch=may_branch)
     while at < end:
         choice = following
-        tree, forecast, path, took = HostTree([], [], []), None, [0], costs.chains.plain
+        tree, forecast, path = HostTree([], [], []), None, [0]
         if choice.places:
             tree, forecast = drafts_of(policy, choice, trace.probabilities(at))
             path = tree.walk(trace.text(at))
-            kind = costs.trees if costs.trees is not None and choice.tree else costs.chains
-            took = kind.round(tree.size, drafted=choice.places)
         # The next draft is launched before the outcome of this round is known.
-        following = policy.next_round(may_branch=costs.trees is not None)
-        seen = clock(took) if clock is not None else took
-        round = observed(choice, tree, forecast, path, seen) if choice.places else plain(seen)
+        following = policy.next_round(may_branch=may_branch)
+        made = Round(choice.places, tree.size, choice.tree > 0)
+        rounds[made] += 1
+        at, seconds = at + len(path), seen(made)
+        round = observed(choice, tree, forecast, path, seconds) if choice.places else plain(seconds)
         if choice.tree and not choice.waits:
             # Of trees told of together, the forecast of one is read.
             unread = (unread + 1) % max(policy.listens_after, 1)
@@ -158,8 +180,23 @@ def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, clock: Clock | N
                 for round in untold:
                     policy.observe(round)
                 untold.clear()
-        at, spent = at + len(path), spent + took
-    return at / spent
+    return Answer(at, rounds)
+
+
+def replay(trace: Trace, policy: WidthPolicy, costs: PairCosts, clock: Clock | None) -> float:
+    """Tokens a second of a steady machine. clock: by which the policy is told what rounds took."""
+
+    def seen(round: Round) -> float:
+        seconds = round.seconds(costs)
+        return clock(seconds) if clock is not None else seconds
+
+    return answer(trace, policy, may_branch=costs.trees is not None, seen=seen).speed(costs)
+
+
+@cache
+def fixed_answers(policy: FixedWidth) -> list[Answer]:
+    """To all that was recorded; the same on all machines."""
+    return [answer(trace, policy, may_branch=policy.branches, seen=lambda _: 0.0) for trace in traces()]
 
 
 def measured(costs: PairCosts, rng: random.Random) -> PairCosts:
@@ -186,12 +223,13 @@ class Result:
         return f"{self.trace.category}{', sampled' if self.trace.sampled else ', greedy'}"
 
 
-def fixed_speeds(trace: Trace, costs: PairCosts) -> dict[str, float]:
-    """Tokens a second of each fixed choice that the machine has."""
+def fixed_speeds(costs: PairCosts) -> list[dict[str, float]]:
+    """For each recorded answer, tokens a second of each fixed choice that the machine has."""
     trees = costs.trees.round_seconds if costs.trees is not None else {}
     policies = [*FIXED, *(policy for policy in FIXED_TREES if policy.width in trees)]
     names = [f"{policy.width}{' tree' if policy.branches else ''}" for policy in policies]
-    return {name: replay(trace, policy, costs) for name, policy in zip(names, policies, strict=True)}
+    speeds = [[answered.speed(costs) for answered in fixed_answers(policy)] for policy in policies]
+    return [dict(zip(names, of_answer, strict=True)) for of_answer in zip(*speeds, strict=True)]
 
 
 def automatic_speeds(
@@ -211,7 +249,7 @@ def automatic_speeds(
 @pytest.mark.parametrize("machine", MACHINES)
 def test_little_is_lost_against_the_best_fixed_choice(machine, steady):
     costs = MACHINES[machine]
-    fixed = [fixed_speeds(trace, costs) for trace in traces()]
+    fixed = fixed_speeds(costs)
     found = [
         Result(trace, speed, choices)
         for seed in range(SEEDS)

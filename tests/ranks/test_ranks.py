@@ -15,6 +15,7 @@ import httpx
 import mlx.core as mx
 import mlx_lm
 import pytest
+import quick
 from mlx.utils import tree_flatten
 from ranks.started import SECONDS as SECONDS_OF_A_GROUP
 from ranks.started import finish, free_ports, program, ranks
@@ -30,7 +31,8 @@ from dflash_mlx.targets.examination import checksums
 from dflash_mlx.targets.whole_layers import takes_whole_layers
 
 pytestmark = pytest.mark.slow
-COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
+QUICK = [sys.executable, quick.__file__]
+COMMAND = [*QUICK, "dflash_mlx.cli.app"]
 # How many answers in a row the long tests compare.
 ANSWERS = int(os.environ.get("RANKS_ANSWERS", "200"))
 # How long that may take on a busy machine.
@@ -212,7 +214,7 @@ def test_a_conversation_through_the_launcher(llama, drafter):
     """It is stopped in its first answer, and ends where its input does."""
     launcher = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--starting-port", str(free_ports(2)[0])]
     chat = ["chat", "--model", llama, "--draft-model", drafter, "--max-tokens", "1000", "--stats"]
-    words = [*launcher, "--", sys.executable, "-m", "dflash_mlx.cli.launched", *chat]
+    words = [*launcher, "--", *QUICK, "dflash_mlx.cli.launched", *chat]
     start = "import sys; from dflash_mlx.cli.launch import run_launcher; run_launcher(sys.argv[1:])"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", start, *words], stdin=pipe, stdout=pipe, stderr=pipe) as process:
