@@ -34,22 +34,24 @@ FEW = [
     ("qwen3_5", "bfloat16"),
 ]
 MORE = [
-    ("qwen2", "float16"),
     ("gemma3", "bfloat16"),
+    ("qwen3_moe", "float32"),
     ("llama", "4-bit"),
-    ("llama", "float32"),
     ("llama, sliding", "bfloat16"),
+    ("qwen3_next", "float32"),
+    ("lfm2", "float16"),
+]
+MOST = [
+    ("qwen2", "float16"),
+    ("llama", "float32"),
     ("qwen2", "4-bit"),
     ("gemma4", "float16"),
     ("ministral3", "bfloat16"),
     ("phi3", "bfloat16"),
     ("muse_glimmer", "float16"),
     # MLX multiplies by experts in float32 alone on a CPU.
-    ("qwen3_moe", "float32"),
     ("minimax", "float32"),
     ("qwen3_5_moe", "float32"),
-    ("qwen3_next", "float32"),
-    ("lfm2", "float16"),
 ]
 
 
@@ -68,7 +70,11 @@ def exact_target(family: str, kind: str) -> Target:
 
 @pytest.fixture(
     scope="module",
-    params=[*FEW, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)],
+    params=[
+        *FEW,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in MORE),
+        *(pytest.param(case, marks=pytest.mark.long) for case in MOST),
+    ],
     ids=lambda case: ", ".join(case),
 )
 def target(request):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from kernels.cuda_on_cpu import CudaKernel, kernel_on_cpu, kernels_folder, needs_compiler
 from mlx_lm.models.base import scaled_dot_product_attention
-from tiny import FAMILIES, drafted_tokens, mostly_slow, plain_tokens, tiny_drafter, tiny_target
+from tiny import drafted_tokens, plain_tokens, tiny_drafter, tiny_target
 
 from dflash_mlx.kernels.attention import attention_layers, instead_of_ordinary, set_attention
 from dflash_mlx.kernels.rows_attention import one_launch
@@ -137,7 +137,9 @@ def test_the_kernel_reads_its_inputs_where_they_lie(aligned, together, tmp_path)
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", mostly_slow(sorted(FAMILIES), "qwen3"))
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(family, marks=pytest.mark.long) for family in ("llama", "qwen2"))]
+)
 @pytest.mark.parametrize("places", [0, 4], ids=["chain", "tree"])
 def test_answers_stay_the_same(family, places, launched):
     """Of tiny models of which both attend by the kernel; the truth is mlx-lm's plain decoding."""
