@@ -168,7 +168,7 @@ def random_tree(rng, nodes):
 @pytest.mark.parametrize("before", [3, 254, 300])
 def test_a_path_of_a_tree_has_the_logits_of_a_chain(before):
     """Its keys lie between those of other paths, and on both sides of where parts of the caches begin. After the first
-    tree they are out of order, too.
+    tree they are out of order, too, also for single tokens.
     """
     target, rng, nodes = exact_target("llama", "float32"), np.random.default_rng(before), 12
     text, caches, model = rng.integers(0, VOCAB, before).tolist(), target.make_cache(), target.pass_for(())
@@ -185,6 +185,12 @@ def test_a_path_of_a_tree_has_the_logits_of_a_chain(before):
         kept = max(paths, key=len)
         keep_path(rows, mx.array(kept), target.tree_steps)
         text += tokens[kept].tolist()
+        rows.lengths.value = mx.array([len(text)], dtype=mx.int32)
+        # A single token, before which positions are not put in order.
+        rows.reserve(len(text) + 1)
+        logits, _ = model.over(rows, mx.array([[7]]))
+        assert mx.array_equal(logits[0], read_by_steps(target, [*text, 7], begin=len(text)))
+        text.append(7)
         rows.lengths.value = mx.array([len(text)], dtype=mx.int32)
 
 

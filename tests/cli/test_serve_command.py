@@ -48,17 +48,8 @@ def test_a_port_in_use_is_one_line(run, fake):
 @pytest.mark.usefixtures("demo_pair")
 def test_it_serves_until_it_is_told_to_stop(number, tmp_path, monkeypatch, demo_home):
     monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))
-    command = [
-        sys.executable,
-        quick.__file__,
-        "dflash_mlx.cli.app",
-        "serve",
-        "--pair",
-        "demo",
-        "--port",
-        "0",
-        "--access-log",
-    ]
+    program = [sys.executable, quick.__file__, "dflash_mlx.cli.app"]
+    command = [*program, "serve", "--pair", "demo", "--port", "0", "--access-log"]
     log = tmp_path / "log"
     with log.open("w") as out, subprocess.Popen([*command, "--api-key", "k"], stderr=out, stdout=out) as process:
         try:

@@ -143,6 +143,7 @@ def _over_paths(
     common = length // _POSITIONS * _POSITIONS
     tree = _as_wide_as(keys, tree)
     if common and lengths.placed is not None:
+        # Whole parts hold the first positions, wherever these are.
         order = mx.argsort(tree.positions)
         keys, values, seen = mx.take(keys, order, axis=2), mx.take(values, order, axis=2), mx.take(seen, order, axis=-1)
         tree = tree._replace(mask=tree.mask[:, order], positions=tree.positions[order])
