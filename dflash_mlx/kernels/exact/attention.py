@@ -161,7 +161,6 @@ def _along_paths(
 
     So a row's keys lie where they would if the answer had taken that path.
     """
-    tree = _as_wide_as(keys, tree)
     order = mx.argsort(mx.where(tree.mask, tree.positions, NOWHERE), axis=-1)
     keys, values = (mx.take(array[0], order, axis=1).swapaxes(0, 1) for array in (keys, values))
     seen = mx.take_along_axis(seen[0, 0], order, axis=-1)[:, None, None]
