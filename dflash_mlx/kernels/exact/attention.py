@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache
 
-from dflash_mlx.caches.row_layers import RowKVCache, RowLengths, TreePass
+from dflash_mlx.caches.row_layers import RowKVCache, RowLengths
 from dflash_mlx.caches.trimming import newest
 from dflash_mlx.kernels.attention import Mask, as_array
 from dflash_mlx.kernels.exact.blocks import MOVED, SIZES, Agreement, compare_sizes, in_blocks, largest_difference
@@ -55,18 +55,18 @@ def attention_in(blocks: Blocks, *, kernels: tuple[Rival, ...] = ()) -> Callable
         keys, values, start = _in_order(keys, values, cache, queries.shape[2])
         seen = as_array(mask, queries.shape[2], keys.shape[2])
         seen = mx.broadcast_to(seen, (queries.shape[0], 1, queries.shape[2], keys.shape[2]))
-        tree = cache.lengths.tree if isinstance(cache, RowKVCache) else None
+        paths = cache.lengths if isinstance(cache, RowKVCache) and cache.lengths.tree is not None else None
         kernel = next((one for one in kernels if one.made_for(queries, keys, values)), None)
         if kernel is not None and sinks is None:
-            return _by_kernel(kernel, queries, keys, values, seen, scale, start, tree)
+            return _by_kernel(kernel, queries, keys, values, seen, scale, start, paths)
         before, after = start % _POSITIONS, -(start + keys.shape[2]) % _POSITIONS
         keys, values, seen = _filled(keys, values, seen, before, after)
         scaled = queries.astype(mx.float32) * scale
         parts = [_of_sinks(sinks, queries.shape, values.shape[3])] if sinks is not None else []
         parts += (
             _over(scaled, keys, values, seen, blocks)
-            if tree is None
-            else _over_paths(scaled, keys, values, seen, tree, cache.lengths, blocks)
+            if paths is None
+            else _over_paths(scaled, keys, values, seen, paths, blocks)
         )
         _, total, out = reduce(_together, parts)
         return (out / total).astype(queries.dtype)
@@ -101,13 +101,13 @@ def _by_kernel(
     seen: mx.array,
     scale: float,
     start: int,
-    tree: TreePass | None,
+    paths: RowLengths | None,
 ) -> mx.array:
     """Attention by a kernel, whose parts begin at multiples of their size."""
     keys, values, seen = _filled(keys, values, seen, start % kernel.part, 0)
-    if tree is None:
+    if paths is None:
         return kernel.attention(queries, keys, values, scale, seen)
-    queries, keys, values, seen = _along_paths(queries, keys, values, seen, tree)
+    queries, keys, values, seen = _along_paths(queries, keys, values, seen, _path_order(paths, keys.shape[2]))
     return kernel.attention(queries, keys, values, scale, seen).transpose(2, 1, 0, 3)
 
 
@@ -130,50 +130,39 @@ def _over(
 
 
 def _over_paths(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    seen: mx.array,
-    tree: TreePass,
-    lengths: RowLengths,
-    blocks: Blocks,
+    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, lengths: RowLengths, blocks: Blocks
 ) -> Iterator[list[mx.array]]:
     """The same for the rows of a tree, which share the keys of whole parts that come before it."""
     [length] = np.array(lengths.value).tolist()
     common = length // _POSITIONS * _POSITIONS
-    tree = _as_wide_as(keys, tree)
-    if common and lengths.placed is not None:
-        # Whole parts hold the first positions, wherever these are.
-        order = mx.argsort(tree.positions)
-        keys, values, seen = mx.take(keys, order, axis=2), mx.take(values, order, axis=2), mx.take(seen, order, axis=-1)
-        tree = tree._replace(mask=tree.mask[:, order], positions=tree.positions[order])
-    yield from _over(queries, keys[:, :, :common], values[:, :, :common], seen[..., :common], blocks)
-    tree = tree._replace(mask=tree.mask[:, common:], positions=tree.positions[common:])
-    along = _along_paths(queries, keys[:, :, common:], values[:, :, common:], seen[..., common:], tree)
-    for part in _over(*along, blocks):
+    order = _path_order(lengths, keys.shape[2])
+    # Where the context's first positions are is the same for all rows.
+    first = order[0, :common]
+    shared = mx.take(keys, first, axis=2), mx.take(values, first, axis=2), mx.take(seen, first, axis=-1)
+    yield from _over(queries, *shared, blocks)
+    for part in _over(*_along_paths(queries, keys, values, seen, order[:, common:]), blocks):
         yield [array.transpose(2, 1, 0, 3) for array in part]
 
 
-def _along_paths(
-    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, tree: TreePass
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """The rows of a tree as answers of one row each, with the keys of its path first, in the order of their positions.
+def _path_order(lengths: RowLengths, places: int) -> mx.array:
+    """For each row of a tree, all places of the caches, (R, places): those that it sees without a window come first, in
+    the order of their positions."""
+    assert lengths.tree is not None
+    positions = mx.where(lengths.tree.mask, lengths.tree.positions, NOWHERE)
+    missing = places - positions.shape[1]
+    return mx.argsort(mx.pad(positions, [(0, 0), (0, missing)], constant_values=NOWHERE), axis=-1)
 
-    So a row's keys lie where they would if the answer had taken that path.
+
+def _along_paths(
+    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, order: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """The rows of a tree as answers of one row each, with the keys at these places (R, S) in this order.
+
+    So a row's keys lie where they would if the answer had taken its path.
     """
-    order = mx.argsort(mx.where(tree.mask, tree.positions, NOWHERE), axis=-1)
     keys, values = (mx.take(array[0], order, axis=1).swapaxes(0, 1) for array in (keys, values))
     seen = mx.take_along_axis(seen[0, 0], order, axis=-1)[:, None, None]
     return queries.transpose(2, 1, 0, 3), keys, values, seen
-
-
-def _as_wide_as(keys: mx.array, tree: TreePass) -> TreePass:
-    """A tree with further places that no row sees, if there are keys for more."""
-    missing = keys.shape[2] - tree.mask.shape[1]
-    if not missing:
-        return tree
-    positions = mx.pad(tree.positions, (0, missing), constant_values=NOWHERE)
-    return tree._replace(mask=mx.pad(tree.mask, [(0, 0), (0, missing)]), positions=positions)
 
 
 def _in_tiles(queries: mx.array, groups: int, count: int, rows: int) -> mx.array:
