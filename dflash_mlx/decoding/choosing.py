@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -17,6 +18,42 @@ from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
 
 
+class _Untold(NamedTuple):
+    """What a lane's round brought, for its policy. The round's arrays are left out: they need not stay until then.
+
+    tree: the drafts were one. chances: theirs, if the host has read them.
+    """
+
+    lane: Lane
+    drafted: int
+    width: int
+    tree: bool
+    reading: Reading
+    num_accepted: int
+    seconds: float | None
+    chances: Chances | None
+
+    def observation(self) -> Observation:
+        reading, num_accepted, chances = self.reading, self.num_accepted, self.chances
+        forecast = chances.forecast() if chances is not None else None
+        promised = reading.promised
+        if promised is None:
+            promised = forecast.promised(min(num_accepted + 1, self.width)) if forecast is not None else 0.0
+        return Observation(
+            self.drafted,
+            self.width,
+            num_accepted,
+            tree=self.tree,
+            branched=chances is not None and chances.branched,
+            depth=reading.depth,
+            firsts=forecast.kept_of_firsts(reading.tokens) if forecast is not None else 0,
+            forecast=forecast,
+            promised=promised,
+            seconds=self.seconds,
+            with_text=forecast.kept_with_text(reading.tokens, num_accepted) if forecast is not None else 0,
+        )
+
+
 @dataclass
 class Choosing:
     """What the rounds of a batch draft and verify. group: decides while there are several rows."""
@@ -24,8 +61,8 @@ class Choosing:
     target: Target
     batch: Batch
     group: GroupPolicy | None
-    # Of the lone lane: rounds that its policy has not been told of yet, as `observe` takes them.
-    _untold: list[tuple[Round, Lane, Reading, int, float | None]] = field(default_factory=list, init=False)
+    # Of the lone lane: rounds that its policy has not been told of yet.
+    _untold: list[_Untold] = field(default_factory=list, init=False)
     # Of its rounds of trees, those since the last one whose chances are read.
     _unread: int = field(default=0, init=False)
 
@@ -87,7 +124,15 @@ class Choosing:
             return
         for lane, reading, num_accepted in kept:
             if after := lane.policy.listens_after:
-                self._untold.append((round, lane, reading, num_accepted, seconds))
+                chances, tree = round.chances, False
+                if chances is not None:
+                    tree = chances.likeliest is not None
+                    if reading.further is not None:
+                        chances.known = reading.further
+                    chances = chances if chances.known is not None else None
+                self._untold.append(
+                    _Untold(lane, round.drafted, round.width, tree, reading, num_accepted, seconds, chances)
+                )
                 if len(self._untold) >= after:
                     self.tell()
 
@@ -108,30 +153,9 @@ class Choosing:
     def tell(self) -> None:
         """Tell the lone lane's policy of all rounds that it has not been told of."""
         untold, self._untold = self._untold, []
-        for round, lane, reading, num_accepted, seconds in untold:
-            chances = round.chances
-            if chances is not None and reading.further is not None:
-                chances.known = reading.further
-            forecast = chances.forecast() if chances is not None and chances.known is not None else None
-            promised = reading.promised
-            if promised is None:
-                promised = forecast.promised(min(num_accepted + 1, round.width)) if forecast is not None else 0.0
-            lane.taught = True
-            lane.policy.observe(
-                Observation(
-                    round.drafted,
-                    round.width,
-                    num_accepted,
-                    tree=chances is not None and chances.likeliest is not None,
-                    branched=chances is not None and chances.branched,
-                    depth=reading.depth,
-                    firsts=forecast.kept_of_firsts(reading.tokens) if forecast is not None else 0,
-                    forecast=forecast,
-                    promised=promised,
-                    seconds=seconds,
-                    with_text=forecast.kept_with_text(reading.tokens, num_accepted) if forecast is not None else 0,
-                )
-            )
+        for one in untold:
+            one.lane.taught = True
+            one.lane.policy.observe(one.observation())
 
     def forget(self) -> None:
         """Forget rounds that nobody was told of."""

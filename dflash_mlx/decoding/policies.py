@@ -72,11 +72,11 @@ class Forecast:
 class Observation:
     """What a round brought: of `width` drafts, made for `drafted` places, `num_accepted` were kept.
 
-    tree: they were one, up to `depth` places deep; branched: of several tokens a place. forecast: None where it was not
-    read; else a chain as long as the tree is deep would have kept `firsts`. promised: by the drafter's probabilities,
-    how many drafts would be kept, given which were: at each place that was reached, the chance to go on. seconds: None
-    where it could not be timed. with_text: so many of the kept came where the text was asked, too, which `promised`
-    leaves out.
+    tree: they were one, up to `depth` places deep. forecast: None where it was not read; else `branched` says whether
+    the tree had several tokens a place, and a chain as long as it is deep would have kept `firsts`. promised: by the
+    drafter's probabilities, how many drafts would be kept, given which were: at each place that was reached, the chance
+    to go on. seconds: None where it could not be timed. with_text: so many of the kept came where the text was asked,
+    too, which `promised` leaves out.
     """
 
     drafted: int

@@ -1,5 +1,6 @@
 """The loop itself: rounds are launched ahead and change nothing by it, have room, copy nothing, and make way."""
 
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -243,6 +244,27 @@ def begun(policy, max_tokens, target=None):
     return engine, lane
 
 
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_round_that_was_read_is_let_go_before_the_policy_is_told_of_it(tree, monkeypatch):
+    """Its arrays are not held until then."""
+    engine, lane = begun(Together(3, 3, places=3 if tree else 0), 30)
+    launched, launch = [], engine._launch
+
+    def noted(*args, **how):
+        round = launch(*args, **how)
+        launched.append(weakref.ref(round))
+        return round
+
+    monkeypatch.setattr(engine, "_launch", noted)
+    most_untold = 0
+    while engine.lanes:
+        engine.advance()
+        assert sum(round() is not None for round in launched) <= 1
+        most_untold = max(most_untold, len(engine.choosing._untold))
+    assert most_untold == 2
+    assert len(lane.policy.heard) >= 10
+
+
 @pytest.mark.parametrize("kind", [Together, Deaf])
 def test_the_host_reads_a_trees_outcome_and_chances_together(kind, monkeypatch):
     """The chances that a policy is told are those that were on the device, and nothing else is read for them. Of trees
@@ -327,7 +349,8 @@ def test_of_trees_told_of_together_one_has_a_forecast():
         engine.advance()
     trees = [round for round in policy.heard if round.tree]
     assert [round.forecast is not None for round in trees[:6]] == [False, False, True] * 2
-    assert all(round.branched and 0 < round.promised <= round.num_accepted + 1 for round in trees)
+    assert all(round.branched == (round.forecast is not None) for round in trees)
+    assert all(0 < round.promised <= round.num_accepted + 1 for round in trees)
 
 
 @pytest.mark.parametrize("policy", [Draws(7, 3, places=3), Draws(2, 5, waits=True), Draws(2, 5), Draws(0, 0)])
