@@ -63,7 +63,7 @@ class ConfidentWidth:
     """
 
     # Rounds wait for its choice, which goes by all that came before.
-    listens_after = 1
+    hears_one_in = 1
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class FixedWidth:
     waits: as a policy that chooses by the drafter's probabilities does.
     """
 
-    listens_after = 0
+    hears_one_in = 0
 
     width: int
     places: int = 0
@@ -256,8 +256,8 @@ class SteadyWidth:
         self.width = max(speeds, key=lambda width: speeds[width])
 
     @property
-    def listens_after(self) -> int:
-        return self.pauses.listens_after
+    def hears_one_in(self) -> int:
+        return self.pauses.hears_one_in
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         if self.pauses.take_rest(lambda: self.costs.worth(told, self.width)):
@@ -273,7 +273,9 @@ class SteadyWidth:
         if round.width == 0:
             return
         self.estimate.observe(round.width, [round.num_accepted])
-        self.pauses.observe(round.num_accepted + 1, self.costs.round(round.width), self.costs.plain)
+        self.pauses.observe(
+            round.num_accepted + 1, self.costs.round(round.width), self.costs.plain, rounds=round.rounds
+        )
         speeds = self._speeds()
         best = max(speeds, key=lambda width: speeds[width])
         if speeds[best] > speeds[self.width] * HYSTERESIS:
