@@ -55,9 +55,11 @@ find_python() {
 can_apt() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; }
 apt_install() {
     say "apt-get install $*"
-    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >&2 && return
+    # Waits where packages are being installed already.
+    set -- -y --no-install-recommends -o DPkg::Lock::Timeout=600 "$@"
+    DEBIAN_FRONTEND=noninteractive apt-get install "$@" >&2 && return
     # The package lists may be missing or old.
-    apt-get update >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >&2
+    apt-get update >&2 && DEBIAN_FRONTEND=noninteractive apt-get install "$@" >&2
 }
 
 # Debian and Ubuntu keep the venv module's pip in a package of its own.

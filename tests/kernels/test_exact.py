@@ -140,7 +140,9 @@ def test_what_cannot_be_exact_is_named(family, name):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(("family", "kernels"), [("qwen3", 3), ("llama, sliding", 1)])
+@pytest.mark.parametrize(
+    ("family", "kernels"), [("qwen3", 3), pytest.param("llama, sliding", 1, marks=pytest.mark.long)]
+)
 def test_cuda_kernels_for_few_rows_compute_each_row_alike(family, kernels, monkeypatch, tmp_path):
     """They run on the CPU here. Those for attention were not made for the heads of the second family."""
     made = []
