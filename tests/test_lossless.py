@@ -45,7 +45,7 @@ class RandomWidth:
         self.rng, self.widest = rng, widest
         self.confident_share = rng.choice([0.0, 0.5, 1.0])
         self.branches = rng.random() < 0.6
-        self.hears_one_in = rng.choice([0, 1, 5])
+        self.listens_after = rng.choice([0, 1, 5])
 
     def next_round(self, *, may_branch, told=0.0) -> Choice:
         assert self.branches or not may_branch

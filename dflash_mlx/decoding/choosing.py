@@ -3,16 +3,55 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
+
+import mlx.core as mx
 
 from dflash_mlx.decoding.accept import Reading
 from dflash_mlx.decoding.batch import Batch
 from dflash_mlx.decoding.lane import Lane
 from dflash_mlx.decoding.policies import Choice, GroupPolicy, Observation, RoundReport
 from dflash_mlx.decoding.round import Round
-from dflash_mlx.decoding.steps import Drafts
+from dflash_mlx.decoding.steps import Chances, Drafts
 from dflash_mlx.drafters.contract import Drafter, Outlook
 from dflash_mlx.runtime import backend
 from dflash_mlx.targets.target import Target
+
+
+class _Untold(NamedTuple):
+    """What a lane's round brought, for its policy. The round's arrays are left out: they need not stay until then.
+
+    tree: the drafts were one. chances: theirs, if the host has read them.
+    """
+
+    lane: Lane
+    drafted: int
+    width: int
+    tree: bool
+    reading: Reading
+    num_accepted: int
+    seconds: float | None
+    chances: Chances | None
+
+    def observation(self) -> Observation:
+        reading, num_accepted, chances = self.reading, self.num_accepted, self.chances
+        forecast = chances.forecast() if chances is not None else None
+        promised = reading.promised
+        if promised is None:
+            promised = forecast.promised(min(num_accepted + 1, self.width)) if forecast is not None else 0.0
+        return Observation(
+            self.drafted,
+            self.width,
+            num_accepted,
+            tree=self.tree,
+            branched=chances is not None and chances.branched,
+            depth=reading.depth,
+            firsts=forecast.kept_of_firsts(reading.tokens) if forecast is not None else 0,
+            forecast=forecast,
+            promised=promised,
+            seconds=self.seconds,
+            with_text=forecast.kept_with_text(reading.tokens, num_accepted) if forecast is not None else 0,
+        )
 
 
 @dataclass
@@ -22,8 +61,10 @@ class Choosing:
     target: Target
     batch: Batch
     group: GroupPolicy | None
-    # Rounds that were launched since the last one of which the lone lane's policy is told.
-    _unheard: int = field(default=0, init=False)
+    # Of the lone lane: rounds that its policy has not been told of yet.
+    _untold: list[_Untold] = field(default_factory=list, init=False)
+    # Of its rounds of trees, those since the last one whose chances are read.
+    _unread: int = field(default=0, init=False)
 
     @property
     def lone(self) -> Lane | None:
@@ -71,30 +112,54 @@ class Choosing:
                 width = self._shared.choose(chances.read()[rows, :room], rows=len(batch.rows))
         return drafts, width if choice.tree else min(width, room)
 
-    def hears(self) -> int:
-        """For how many rounds the one that is launched now will stand when the lone lane's policy is told of it.
-
-        0: it is not told of it. On a fast GPU rounds wait for what the host does after each.
-        """
-        every = self.lone.policy.hears_one_in if self.lone is not None else 0
-        self._unheard = self._unheard + 1 if every else 0
-        if self._unheard < every:
-            return 0
-        heard, self._unheard = self._unheard, 0
-        return heard
-
     def observe(self, round: Round, kept: Sequence[tuple[Lane, Reading, int]], seconds: float | None) -> None:
-        """Tell the policy what a round brought: of each lane that is still there, what it read and the drafts kept.
+        """Note what a round brought: of each lane that is still there, what it read and the drafts kept.
 
-        seconds: what it took, None where that is not known.
+        seconds: what it took, None where that is not known. A lone lane's policy is told when it listens.
         """
         if len(round.lanes) > 1:
+            self.tell()
             counts = [(lane, num_accepted) for lane, _, num_accepted in kept]
             self._shared.observe(RoundReport(len(round.lanes), round.drafted, round.width, counts, seconds))
-        elif round.heard:
-            for lane, reading, num_accepted in kept:
-                lane.taught = True
-                lane.policy.observe(_observation(round, reading, num_accepted, seconds))
+            return
+        for lane, reading, num_accepted in kept:
+            if after := lane.policy.listens_after:
+                chances, tree = round.chances, False
+                if chances is not None:
+                    tree = chances.likeliest is not None
+                    if reading.further is not None:
+                        chances.known = reading.further
+                    chances = chances if chances.known is not None else None
+                self._untold.append(
+                    _Untold(lane, round.drafted, round.width, tree, reading, num_accepted, seconds, chances)
+                )
+                if len(self._untold) >= after:
+                    self.tell()
+
+    def unread(self, chances: Chances | None) -> mx.array | None:
+        """What is still to be read of a round's chances, if the lone lane's policy is to be told of them.
+
+        The host reads it with the round's outcome: to read an array of its own takes as long as many launches on CUDA.
+        """
+        if chances is None or chances.known is not None or self.lone is None:
+            return None
+        self._unread += 1
+        after = self.lone.policy.listens_after
+        if not after or self._unread < after:
+            return None
+        self._unread = 0
+        return chances.said
+
+    def tell(self) -> None:
+        """Tell the lone lane's policy of all rounds that it has not been told of."""
+        untold, self._untold = self._untold, []
+        for one in untold:
+            one.lane.taught = True
+            one.lane.policy.observe(one.observation())
+
+    def forget(self) -> None:
+        """Forget rounds that nobody was told of."""
+        self._untold.clear()
 
     def may_branch(self, lane: Lane) -> bool:
         """Whether rounds of this lane may be trees, if it is alone: both models take them, and the lane as well.
@@ -115,31 +180,6 @@ class Choosing:
     def _shared(self) -> GroupPolicy:
         assert self.group is not None, "several lanes need a policy of their own"
         return self.group
-
-
-def _observation(round: Round, reading: Reading, num_accepted: int, seconds: float | None) -> Observation:
-    """What a lone lane's round brought."""
-    chances = round.chances
-    if chances is not None and reading.further is not None:
-        chances.known = reading.further
-    forecast = chances.forecast() if chances is not None and chances.known is not None else None
-    promised = reading.promised
-    if promised is None:
-        promised = forecast.promised(min(num_accepted + 1, round.width)) if forecast is not None else 0.0
-    return Observation(
-        round.drafted,
-        round.width,
-        num_accepted,
-        tree=chances is not None and chances.likeliest is not None,
-        branched=chances is not None and chances.branched,
-        depth=reading.depth,
-        firsts=forecast.kept_of_firsts(reading.tokens) if forecast is not None else 0,
-        forecast=forecast,
-        promised=promised,
-        seconds=seconds,
-        with_text=forecast.kept_with_text(reading.tokens, num_accepted) if forecast is not None else 0,
-        rounds=round.heard,
-    )
 
 
 def can_branch(target: Target, drafter: Drafter) -> bool:

@@ -71,6 +71,7 @@ class Engine:
         """End a lane's answer, at any time: its session has its caches back, with what was committed."""
         if lane.session.away is not self:
             return
+        self.choosing.tell()
         [batch] = [batch for batch in (self._batch, *self._joining) if lane in batch.rows]
         batch.give_back(batch.row_of(lane))
         self._joining = [batch for batch in self._joining if batch.rows]
@@ -193,6 +194,8 @@ class Engine:
             self.leave(lane)
         seconds = self._seconds(idle)
         self.choosing.observe(current, report, seconds)
+        if finished:
+            self.choosing.tell()
         for _, result in results:
             if isinstance(result, Step):
                 result.seconds = seconds
@@ -286,13 +289,10 @@ class Engine:
             if lane is not None and lane.history is not None
         }
         fed, logits, features = batch.forward(drafts)
-        heard = self.choosing.hears()
-        # The host reads it with the outcome: to read an array of its own takes as long as many launches on CUDA.
-        further = chances.said if heard and chances is not None and chances.known is None else None
+        further = self.choosing.unread(chances)
         verdict = accept(rows, drafts, fed, logits, features, at=at, histories=histories, bits=bits, further=further)
         batch.move_on(verdict)
-        room = max(batch.bounds)
-        launched = Round(rows, at, verdict, width, drafted=drafted, room=room, heard=heard, chances=chances)
+        launched = Round(rows, at, verdict, width, drafted=drafted, room=max(batch.bounds), chances=chances)
         # All that the host will read of it: what is not launched now would wait for the next round, too. The features
         # of a plain round are put together when the drafter takes them in: many of these follow each other.
         mx.async_eval(launched.arrays, [verdict.features] if width and verdict.features is not None else [])
@@ -337,6 +337,7 @@ class Engine:
         except BaseException:
             lanes = self.lanes
             self._batch.clear()
+            self.choosing.forget()
             self._round, self._joining = None, []
             for lane in lanes:
                 lane.session.reset()

@@ -76,7 +76,7 @@ class Observation:
     the tree had several tokens a place, and a chain as long as it is deep would have kept `firsts`. promised: by the
     drafter's probabilities, how many drafts would be kept, given which were: at each place that was reached, the chance
     to go on. seconds: None where it could not be timed. with_text: so many of the kept came where the text was asked,
-    too, which `promised` leaves out. rounds: so many it stands for, itself included; of the others nothing is told.
+    too, which `promised` leaves out.
     """
 
     drafted: int
@@ -90,7 +90,6 @@ class Observation:
     promised: float = 0.0
     seconds: float | None = None
     with_text: int = 0
-    rounds: int = 1
 
 
 class WidthPolicy(Protocol):
@@ -101,11 +100,9 @@ class WidthPolicy(Protocol):
         """Whether rounds may be trees. Stays the same for a whole answer."""
 
     @property
-    def hears_one_in(self) -> int:
-        """Of how many rounds it is told of one. 1: of each; 0: of none, as long as it is 0.
-
-        Asked for each round when it is launched: on a fast GPU, rounds wait for what the host does after each.
-        """
+    def listens_after(self) -> int:
+        """How many rounds it may be told of together, later: on a fast GPU, rounds wait for what the host does after
+        each. Of trees, one in so many has a forecast. 1: of each at once; 0: of none, as long as it is 0."""
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         """The next round; called before the outcome of the current one is known. may_branch: it can be a tree.
@@ -118,7 +115,7 @@ class WidthPolicy(Protocol):
         """How many drafts to verify. Called for rounds that wait for it."""
 
     def observe(self, round: Observation) -> None:
-        """What a round brought of which it is told."""
+        """What a round brought."""
 
     def take_notice(self) -> str | None:
         """Something the user should be told, once."""

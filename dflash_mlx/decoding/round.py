@@ -14,7 +14,6 @@ class Round:
     """A launched round: the lanes of its rows, the positions `at` (B,) of their anchors, the verdict on its drafts.
 
     drafted: places that were drafted for it. room: no row has more positions after it, rejected drafts included.
-    heard: for how many rounds it stands when its lane's policy is told of it, 0 if it is not (`Choosing.hears`).
     chances: of the drafts, where they are known. absorbed: the drafter has its features.
     """
 
@@ -24,7 +23,6 @@ class Round:
     width: int
     drafted: int
     room: int
-    heard: int = 0
     chances: Chances | None = None
     absorbed: bool = False
 

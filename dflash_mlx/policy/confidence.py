@@ -63,7 +63,7 @@ class ConfidentWidth:
     """
 
     # Rounds wait for its choice, which goes by all that came before.
-    hears_one_in = 1
+    listens_after = 1
 
     def __init__(
         self,

@@ -20,10 +20,11 @@ _PAYS = 1.2
 # The time that drafts may take without being used, in plain steps, before drafting rests, and the rests' lengths.
 _MAX_UNUSED = 1.5
 _FIRST_REST, _LONGEST_REST = 16, 256
-# Once drafting is so many times as fast as plain decoding in an answer, one round in so many says enough.
-_FAST, _ONE_IN = 1.8, 8
+# While drafting pays, so many rounds may be told of together; and more once it is so many times as fast as plain
+# decoding in this answer, and in a rest.
+_TOGETHER, _FAST, _MORE_TOGETHER = 4, 1.6, 16
 # Of a rest so many first and last rounds are told of, to be compared with those before and after it (drift.py).
-_ENDS = 20
+_ENDS = 32
 # Tokens of a rest of which the user is told, once an answer.
 _WORTH_SAYING = 64
 # Before anything is seen, a round's tokens are taken to vary this much; weighs as much as this many rounds.
@@ -130,20 +131,17 @@ class Pauses:
         """Tokens a second of recent drafted rounds; 0 before the first."""
         return self._recent.speed
 
-    def observe(self, tokens: float, seconds: float, plain: float, *, lanes: int = 1, rounds: int = 1) -> None:
+    def observe(self, tokens: float, seconds: float, plain: float, *, lanes: int = 1) -> None:
         """A drafted round gained `tokens` in `seconds`; a plain step takes `plain` seconds.
 
-        lanes: of so many the tokens are the mean. It varies less than those of one, so less may be lost, too. rounds:
-        so many it stands for, of which only this one is known.
+        lanes: of so many the tokens are the mean. It varies less than those of one, so less may be lost, too.
         """
-        for _ in range(rounds):
-            self._recent.add(tokens, seconds)
-        self._loss += rounds * (seconds / plain - tokens)
+        self._recent.add(tokens, seconds)
+        self._loss += seconds / plain - tokens
         if self._loss <= 0:
             self._loss, self._losing = 0.0, _Rounds()
         else:
-            for _ in range(rounds):
-                self._losing.add(tokens, seconds)
+            self._losing.add(tokens, seconds)
         if self._fails(plain, lanes):
             self._pause(plain)
         elif self._recent.count > _FEW:
@@ -162,12 +160,14 @@ class Pauses:
         )
 
     @property
-    def hears_one_in(self) -> int:
-        """Of how many rounds to tell one: of each where the next may be that after which drafting should pause."""
+    def listens_after(self) -> int:
+        """How many rounds may be told of together: one where the next may be that after which drafting should pause."""
         if self.resting > 0:
             inside = _ENDS < self.resting <= self.patience.pause - _ENDS
-            return 0 if inside and not self._interrupted else 1
-        return _ONE_IN if self.patience.gain > _FAST and self._recent.count > _FEW else 1
+            return 0 if inside and not self._interrupted else min(self.resting, _MORE_TOGETHER)
+        if self.patience.gain > _FAST and self._recent.count > _FEW:
+            return _MORE_TOGETHER
+        return _TOGETHER if self.patience.gain > _PAYS else 1
 
     def _pause(self, plain: float) -> None:
         self.patience.gain, self._interrupted = 0.0, False

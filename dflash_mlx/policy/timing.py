@@ -241,7 +241,7 @@ def _end(engine: Engine) -> None:
 class _InTurns:
     """Rounds of these widths, one after another, again and again."""
 
-    hears_one_in = 0
+    listens_after = 0
 
     def __init__(self, widths: Sequence[int], *, places: int, tree: int) -> None:
         self.widths, self.places, self.tree = widths, places, tree

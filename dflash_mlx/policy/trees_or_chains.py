@@ -188,8 +188,8 @@ class SteadyTree:
         self._settle()
 
     @property
-    def hears_one_in(self) -> int:
-        return self.pauses.hears_one_in
+    def listens_after(self) -> int:
+        return self.pauses.listens_after
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         if self.pauses.take_rest(lambda: self.costs.worth(told, self.size)):
@@ -205,9 +205,7 @@ class SteadyTree:
         if round.drafted == 0:
             return
         self.confidence.observe(round.num_accepted, round.promised)
-        self.pauses.observe(
-            round.num_accepted + 1, self.costs.round(round.width), self.costs.plain, rounds=round.rounds
-        )
+        self.pauses.observe(round.num_accepted + 1, self.costs.round(round.width), self.costs.plain)
         if round.branched and round.forecast is not None:
             tokens = round.forecast.tokens
             self.confidence.weigh_sizes([tokens[min(size, len(tokens) - 1)] for size in self.sizes])
@@ -253,11 +251,11 @@ class TreesOrChains:
         return self.trees if self._may_branch and not self.experience.chains else self.chains
 
     @property
-    def hears_one_in(self) -> int:
+    def listens_after(self) -> int:
         used, lead = self._used, self.experience.lead
         # While trees and chains are about equal, each forecast counts.
         compares = used is self.trees and used.pauses.resting == 0 and (lead is None or lead < _CLEARLY)
-        return 1 if compares else used.hears_one_in
+        return 1 if compares else used.listens_after
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         self._may_branch = may_branch
@@ -278,7 +276,7 @@ class TreesOrChains:
         if round.drafted == 0:
             return
         if now.chains:
-            now.stayed += round.rounds
+            now.stayed += 1
             # Where chains do not pay, trees still may.
             paused = self.chains.pauses.resting > 0 and (now.lead is None or now.lead > 1)
             if now.stayed >= now.stay or paused:

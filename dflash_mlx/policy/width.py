@@ -43,7 +43,7 @@ class FixedWidth:
     waits: as a policy that chooses by the drafter's probabilities does.
     """
 
-    hears_one_in = 0
+    listens_after = 0
 
     width: int
     places: int = 0
@@ -256,8 +256,8 @@ class SteadyWidth:
         self.width = max(speeds, key=lambda width: speeds[width])
 
     @property
-    def hears_one_in(self) -> int:
-        return self.pauses.hears_one_in
+    def listens_after(self) -> int:
+        return self.pauses.listens_after
 
     def next_round(self, *, may_branch: bool, told: float = 0.0) -> Choice:
         if self.pauses.take_rest(lambda: self.costs.worth(told, self.width)):
@@ -273,9 +273,7 @@ class SteadyWidth:
         if round.width == 0:
             return
         self.estimate.observe(round.width, [round.num_accepted])
-        self.pauses.observe(
-            round.num_accepted + 1, self.costs.round(round.width), self.costs.plain, rounds=round.rounds
-        )
+        self.pauses.observe(round.num_accepted + 1, self.costs.round(round.width), self.costs.plain)
         speeds = self._speeds()
         best = max(speeds, key=lambda width: speeds[width])
         if speeds[best] > speeds[self.width] * HYSTERESIS:

@@ -1,5 +1,6 @@
 """The loop itself: rounds are launched ahead and change nothing by it, have room, copy nothing, and make way."""
 
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -98,7 +99,7 @@ def test_rounds_are_launched_ahead_and_are_the_same_rounds(target, lanes, replay
 class Pausing(FixedWidth):
     """Drafts in a few rounds, and then pauses for a few."""
 
-    hears_one_in = 1
+    listens_after = 1
 
     def __init__(self, width):
         super().__init__(width)
@@ -211,7 +212,7 @@ class Clock:
 class Draws(FixedWidth):
     """Drafts `drawn` places, verifies what a FixedWidth does of them, and notes what it hears, after each round."""
 
-    hears_one_in = 1
+    listens_after = 1
 
     def __init__(self, width, drawn, **options):
         super().__init__(width, **options)
@@ -224,14 +225,14 @@ class Draws(FixedWidth):
         self.heard.append(round)
 
 
-class Sometimes(Draws):
-    """Hears of one round in three."""
+class Together(Draws):
+    """Listens after three rounds."""
 
-    hears_one_in = 3
+    listens_after = 3
 
 
 class Deaf(Draws):
-    hears_one_in = 0
+    listens_after = 0
 
 
 def begun(policy, max_tokens, target=None):
@@ -243,10 +244,31 @@ def begun(policy, max_tokens, target=None):
     return engine, lane
 
 
-@pytest.mark.parametrize("kind", [Sometimes, Deaf])
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_round_that_was_read_is_let_go_before_the_policy_is_told_of_it(tree, monkeypatch):
+    """Its arrays are not held until then."""
+    engine, lane = begun(Together(3, 3, places=3 if tree else 0), 30)
+    launched, launch = [], engine._launch
+
+    def noted(*args, **how):
+        round = launch(*args, **how)
+        launched.append(weakref.ref(round))
+        return round
+
+    monkeypatch.setattr(engine, "_launch", noted)
+    most_untold = 0
+    while engine.lanes:
+        engine.advance()
+        assert sum(round() is not None for round in launched) <= 1
+        most_untold = max(most_untold, len(engine.choosing._untold))
+    assert most_untold == 2
+    assert len(lane.policy.heard) >= 10
+
+
+@pytest.mark.parametrize("kind", [Together, Deaf])
 def test_the_host_reads_a_trees_outcome_and_chances_together(kind, monkeypatch):
-    """The chances that a policy is told are those that were on the device, and nothing else is read for them. Nor are
-    they read for rounds of which it is not told."""
+    """The chances that a policy is told are those that were on the device, and nothing else is read for them. Of trees
+    that it is told of together, one has them."""
     engine, _ = begun(kind(7, 3, places=3), 30)
     rounds, observe = [], engine.choosing.observe
 
@@ -257,31 +279,34 @@ def test_the_host_reads_a_trees_outcome_and_chances_together(kind, monkeypatch):
     monkeypatch.setattr(engine.choosing, "observe", noted)
     while engine.lanes:
         engine.advance()
-    assert sum(round.chances is not None for round in rounds) > 5
-    for number, round in enumerate(rounds, start=1):
-        if round.chances is None:
-            continue
-        told, further = kind is Sometimes and number % 3 == 0, round.verdict.outcome.further
+    drafted = [round for round in rounds if round.chances is not None]
+    assert len(drafted) > 5
+    for number, round in enumerate(drafted, start=1):
+        told, further = kind is Together and number % 3 == 0, round.verdict.outcome.further
         assert (further is round.chances.said) if told else further is None
         assert (round.chances.known is not None) == told
         if told:
             assert mx.array_equal(mx.array(round.chances.known), round.chances.said)
 
 
-@pytest.mark.parametrize("kind", [Sometimes, Deaf])
-def test_a_policy_is_told_of_some_rounds_at_once(kind):
-    """And for how many each stands. An answer has been taught something once its policy was told of a round."""
+@pytest.mark.parametrize("leaves", [None, 4])
+@pytest.mark.parametrize("kind", [Together, Deaf])
+def test_a_policy_is_told_of_several_rounds_together(kind, leaves):
+    """In their order, and of all: also of an answer's last ones, whether it comes to its end or is left before."""
     policy = kind(2, 5)
     engine, lane = begun(policy, 20)
-    steps = []
-    while engine.lanes:
+    steps, heard = [], []
+    while engine.lanes and len(steps) != leaves:
         steps += [step for _, step in engine.advance()]
-        assert len(policy.heard) == (0 if kind is Deaf else len(steps) // 3)
-        assert lane.taught == bool(policy.heard)
-    assert len(steps) > 6
-    for step, round in zip(steps[2::3], policy.heard, strict=kind is not Deaf):
-        assert (round.width, round.num_accepted, round.depth) == (step.width, step.num_accepted, step.depth)
-        assert round.rounds == 3
+        heard.append(len(policy.heard))
+    engine.leave(lane)
+    if kind is Deaf:
+        assert not policy.heard
+        return
+    assert heard[:6] == [0, 0, 3, 3, 3, 6][: len(heard)]
+    assert [(r.width, r.num_accepted, r.depth) for r in policy.heard] == [
+        (step.width, step.num_accepted, step.depth) for step in steps
+    ]
 
 
 class Stops(FixedWidth):
@@ -315,6 +340,17 @@ def test_positions_are_put_in_order_at_once_where_a_rest_begins(rests, replays):
     # With the last tree the first plain round is on its way.
     assert ordered.index((0, True), last) == last + (1 if rests else 8)
     assert ordered[last][1] == rests
+
+
+def test_of_trees_told_of_together_one_has_a_forecast():
+    """Of the others it is known what they kept, and what was promised of that."""
+    engine, _ = begun(policy := Together(7, 3, places=3), 30)
+    while engine.lanes:
+        engine.advance()
+    trees = [round for round in policy.heard if round.tree]
+    assert [round.forecast is not None for round in trees[:6]] == [False, False, True] * 2
+    assert all(round.branched == (round.forecast is not None) for round in trees)
+    assert all(0 < round.promised <= round.num_accepted + 1 for round in trees)
 
 
 @pytest.mark.parametrize("policy", [Draws(7, 3, places=3), Draws(2, 5, waits=True), Draws(2, 5), Draws(0, 0)])
@@ -394,7 +430,7 @@ class Watched:
     """Waits for its drafts, and notes how many of them it may choose from: of an answer alone, and of several."""
 
     branches = False
-    hears_one_in = 1
+    listens_after = 1
 
     def __init__(self):
         self.offered = []

@@ -32,7 +32,7 @@ class Confident:
     """Verifies the drafts that the drafter is sure of: how many depends on the context, and must not bias samples."""
 
     branches = False
-    hears_one_in = 1
+    listens_after = 1
 
     def __init__(self, enough: float) -> None:
         self.enough, self.chosen = enough, []

@@ -64,7 +64,7 @@ def test_sampling_keeps_the_targets_distribution(make, tree, monkeypatch):
     params, target = SamplingParams(temperature=0.8), small_target()
     drafter, policy = make(target), FixedWidth(tree or PLACES, places=PLACES if tree else 0)
     kept = []
-    monkeypatch.setattr(FixedWidth, "hears_one_in", 1)
+    monkeypatch.setattr(FixedWidth, "listens_after", 1)
     monkeypatch.setattr(FixedWidth, "observe", lambda self, round: kept.append(round.num_accepted))
     counts = test_sampling.sample(target, drafter, params, RUNS, lambda run: Rejection(params, seed=run), policy)
     assert test_sampling.chi_square_p(counts, test_sampling.exact_joint(target, params), RUNS) > 1e-3

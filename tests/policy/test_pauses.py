@@ -68,36 +68,36 @@ def test_the_longest_pause_counts_until_drafting_pays(plain):
 
 
 @PLAIN
-def test_some_rounds_say_enough_while_drafting_clearly_pays(plain):
-    """One in eight once six rounds of this answer have gained much, and of the inside of a long rest none."""
-    patience = Patience()
-    for tokens, one_in in ((1.5, 1), (2, 8), (1.5, 1)):
-        pauses, found = Pauses(patience), []
+def test_rounds_may_be_told_of_together_while_drafting_pays_and_in_a_rest(plain):
+    """Four once six rounds have gained a fifth, sixteen once they have gained more; in a rest sixteen, but none after
+    its end, and of the inside of a long one nothing; else each at once."""
+    for tokens, together in ((1.5, 4), (2, 16)):
+        pauses, found = Pauses(), []
         for _ in range(7):
-            found.append(pauses.hears_one_in)
+            found.append(pauses.listens_after)
             play(pauses, [(tokens, 1)], plain)
-        assert found == [1] * 6 + [one_in]
-    for inside in ([], [0] * 88):
+        assert found == [1] * 6 + [together]
+    for inside in ([], [0] * 64):
         play(pauses, [(1, 100)], plain)
-        found = [pauses.hears_one_in]
+        found = [pauses.listens_after]
         while pauses.take_rest():
-            found.append(pauses.hears_one_in)
-        ends = [1] * 20 if inside else [1] * 16
-        assert found == [*ends, *inside, *ends, 1]
+            found.append(pauses.listens_after)
+        ends = [*[16] * 17, *range(15, 0, -1), 1]
+        assert found == ([*[16] * 32, *inside, *ends] if inside else ends)
 
 
 @PLAIN
-def test_a_round_stands_for_others_of_which_nothing_is_told(plain):
-    """As if each had been like it."""
-    each, some = Pauses(), Pauses()
-    for tokens in (3, 2, 1, 1):
-        play(each, [(tokens, 1.75)] * 3, plain)
-        some.observe(tokens, 1.75 * plain, plain, rounds=3)
-        assert vars(some) == vars(each)
-    # Three times 2.5 plain steps are more than may be lost.
-    alone = Pauses()
-    alone.observe(1, 3.5 * plain, plain, rounds=3)
-    assert alone.resting == 32
+def test_they_may_be_at_once_in_an_answer_after_one_where_drafting_paid(plain):
+    """Only four, until six rounds show how it is in this one, or it pauses."""
+    patience = Patience()
+    play(Pauses(patience), [(2, 1)] * 6, plain)
+    for rounds, expected in (([(1, 1)] * 6, [4] * 6 + [1]), ([(2, 1)] * 6, [1] * 6 + [16]), ([(1, 50)], [4, 16])):
+        pauses, found = Pauses(patience), []
+        for one in rounds:
+            found.append(pauses.listens_after)
+            play(pauses, [one], plain)
+        assert [*found, pauses.listens_after] == expected
+    assert Pauses(patience).listens_after == 1
 
 
 @PLAIN
@@ -244,9 +244,9 @@ def test_what_interrupts_a_long_pause_is_told_of():
         play(pauses, [(1, 50)], 1.0)
         while pauses.resting > 64:
             pauses.take_rest()
-        assert pauses.hears_one_in == 0
+        assert pauses.listens_after == 0
         assert not pauses.take_rest(lambda: 1.2)
-        assert pauses.hears_one_in == 1
+        assert pauses.listens_after == 16
         while pauses.take_rest():
             pass
 

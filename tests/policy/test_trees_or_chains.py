@@ -94,24 +94,17 @@ def test_each_forecast_counts_until_trees_lead_clearly():
     for takes, leads in ((6.9, False), (4.2, True)):
         experience = Experience()
         policy = TreesOrChains(*costs_of(takes), PLACES, experience)
-        assert policy.hears_one_in == 1
+        assert policy.listens_after == 1
         run(policy, UNSURE, 20, np.random.default_rng(0), takes)
         assert (experience.lead > 1.1) == leads
-        assert (policy.hears_one_in > 1) == leads
+        assert (policy.listens_after > 1) == leads
     for lead, leads in ((1.11, True), (1.09, False), (None, False)):
         experience.lead = lead
-        assert (policy.hears_one_in > 1) == leads
+        assert (policy.listens_after > 1) == leads
     while not policy.trees.pauses.resting:
         run(policy, SURE, 1, None, 4.2, cycle([0]))
-    # In a long rest there are none.
-    while policy.trees.pauses.patience.pause < 512:
-        policy.next_round(may_branch=True)
-        if not policy.trees.pauses.resting:
-            run(policy, SURE, 1, None, 4.2, cycle([0]))
-    for _ in range(100):
-        policy.next_round(may_branch=True)
-    assert policy.trees.pauses.resting > 100
-    assert policy.hears_one_in == 0
+    # In a rest there are none.
+    assert policy.listens_after == 16
 
 
 def test_an_answer_that_cannot_branch_goes_by_its_chains():
@@ -120,11 +113,12 @@ def test_an_answer_that_cannot_branch_goes_by_its_chains():
     experience.patience_with_trees.gain = 2.0
     policy = TreesOrChains(*costs_of(4.2), PLACES, experience)
     run(policy, UNSURE, 1, np.random.default_rng(0), 4.2, may_branch=False)
-    assert policy.hears_one_in == 1
+    assert policy.listens_after == 1
     while not policy.chains.pauses.resting:
         assert policy.take_notice() is None
         run(policy, UNSURE, 1, None, 4.2, cycle([0]), may_branch=False)
     assert "paused" in policy.take_notice()
+    assert policy.listens_after == 16
 
 
 def test_a_tree_without_a_forecast_tells_what_was_kept_of_it():
