@@ -44,7 +44,7 @@ def test_a_port_in_use_is_one_line(run, fake):
 
 @pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 @pytest.mark.usefixtures("demo_pair")
 def test_it_serves_until_it_is_told_to_stop(number, tmp_path, monkeypatch, demo_home):
     monkeypatch.setenv("DFLASH_MLX_HOME", str(demo_home))

@@ -245,8 +245,10 @@ def automatic_speeds(
         experience = experience.merged(mine)
 
 
-@pytest.mark.parametrize("steady", [True, False], ids=["steady", "unsteady"])
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("steady", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["steady", "unsteady"])
+@pytest.mark.parametrize(
+    "machine", [pytest.param(name, marks=pytest.mark.long) if "before" in name else name for name in MACHINES]
+)
 def test_little_is_lost_against_the_best_fixed_choice(machine, steady):
     costs = MACHINES[machine]
     fixed = fixed_speeds(costs)
