@@ -149,9 +149,12 @@ class Answer(NamedTuple):
     tokens: int
     rounds: Counter[Round]
 
+    def seconds(self, costs: PairCosts) -> float:
+        return sum(count * round.seconds(costs) for round, count in self.rounds.items())
+
     def speed(self, costs: PairCosts) -> float:
         """Tokens a second."""
-        return self.tokens / sum(count * round.seconds(costs) for round, count in self.rounds.items())
+        return self.tokens / self.seconds(costs)
 
 
 def answer(trace: Trace, policy: WidthPolicy, *, may_branch: bool, seen: Callable[[Round], float]) -> Answer:
@@ -309,13 +312,15 @@ def test_a_drafter_that_is_never_right_from_somewhere_on_costs_little(machine):
         np.concatenate(parts)[:1000] for parts in zip(*((t.log_probs, t.ranks) for t in greedy), strict=True)
     )
 
-    def seconds(useless: int) -> float:
+    def answered(useless: int) -> Answer:
         ranks = np.concatenate([right, np.full((useless, PLACES), NONE, dtype=right.dtype)])
         trace = Trace("useless", False, np.concatenate([said, said, said[:1]]), ranks)
         policy = choose_policy(copy.deepcopy(costs), PLACES)
-        return (1000 + useless) / replay(trace, policy, costs, None)
+        return answer(trace, policy, may_branch=costs.trees is not None, seen=lambda round: round.seconds(costs))
 
-    longer = (seconds(1000) - seconds(0)) / (1000 * costs.chains.plain)
+    half, whole = answered(0), answered(1000)
+    plain_seconds = (whole.tokens - half.tokens) * costs.chains.plain
+    longer = (whole.seconds(costs) - half.seconds(costs)) / plain_seconds
     print(f"\n{machine}: {longer:.3f} times as long", end="")
     assert longer < 1.03
 
