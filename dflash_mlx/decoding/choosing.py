@@ -33,6 +33,15 @@ class _Untold(NamedTuple):
     seconds: float | None
     chances: Chances | None
 
+    @classmethod
+    def of(cls, round: Round, lane: Lane, reading: Reading, num_accepted: int, seconds: float | None) -> "_Untold":
+        chances = round.chances
+        tree = chances is not None and chances.likeliest is not None
+        if chances is not None and reading.further is not None:
+            chances.known = reading.further
+        known = chances if chances is not None and chances.known is not None else None
+        return cls(lane, round.drafted, round.width, tree, reading, num_accepted, seconds, known)
+
     def observation(self) -> Observation:
         reading, num_accepted, chances = self.reading, self.num_accepted, self.chances
         forecast = chances.forecast() if chances is not None else None
@@ -124,15 +133,7 @@ class Choosing:
             return
         for lane, reading, num_accepted in kept:
             if after := lane.policy.listens_after:
-                chances, tree = round.chances, False
-                if chances is not None:
-                    tree = chances.likeliest is not None
-                    if reading.further is not None:
-                        chances.known = reading.further
-                    chances = chances if chances.known is not None else None
-                self._untold.append(
-                    _Untold(lane, round.drafted, round.width, tree, reading, num_accepted, seconds, chances)
-                )
+                self._untold.append(_Untold.of(round, lane, reading, num_accepted, seconds))
                 if len(self._untold) >= after:
                     self.tell()
 
