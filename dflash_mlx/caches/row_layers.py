@@ -5,15 +5,19 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.runtime import backend
+from dflash_mlx.tree_steps import NOWHERE
 
 
-class TreePass(NamedTuple):
+@dataclass(frozen=True)
+class TreePass:
     """A pass over the rows of a tree: their positions (R,), the mask (R, seen), the position that each place in the
     buffers has then (seen,), and the places (R,) at which the rows are written; None: those after the length."""
 
@@ -21,6 +25,11 @@ class TreePass(NamedTuple):
     mask: mx.array
     positions: mx.array
     places: mx.array | None = None
+
+    @cached_property
+    def order(self) -> mx.array:
+        """For each row all places, (R, seen): first those that it sees without a window, by their positions."""
+        return mx.argsort(mx.where(self.mask, self.positions, NOWHERE), axis=-1)
 
 
 class RowLengths:

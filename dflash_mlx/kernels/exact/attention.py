@@ -23,7 +23,6 @@ from dflash_mlx.caches.trimming import newest
 from dflash_mlx.kernels.attention import Mask, as_array
 from dflash_mlx.kernels.exact.blocks import MOVED, SIZES, Agreement, compare_sizes, in_blocks, largest_difference
 from dflash_mlx.kernels.rows_attention.layers import Rival
-from dflash_mlx.tree_steps import NOWHERE
 
 _POSITIONS = 256
 # Rows of a block: the numbers that are tried. Of one row the place cannot count.
@@ -59,8 +58,7 @@ def attention_in(blocks: Blocks, *, kernels: tuple[Rival, ...] = ()) -> Callable
         kernel = next((one for one in kernels if one.made_for(queries, keys, values)), None)
         if kernel is not None and sinks is None:
             return _by_kernel(kernel, queries, keys, values, seen, scale, start, paths)
-        before, after = start % _POSITIONS, -(start + keys.shape[2]) % _POSITIONS
-        keys, values, seen = _filled(keys, values, seen, before, after)
+        keys, values, seen = _filled(keys, values, seen, start % _POSITIONS, 0)
         scaled = queries.astype(mx.float32) * scale
         parts = [_of_sinks(sinks, queries.shape, values.shape[3])] if sinks is not None else []
         parts += (
@@ -107,7 +105,8 @@ def _by_kernel(
     keys, values, seen = _filled(keys, values, seen, start % kernel.part, 0)
     if paths is None:
         return kernel.attention(queries, keys, values, scale, seen)
-    queries, keys, values, seen = _along_paths(queries, keys, values, seen, _path_order(paths, keys.shape[2]))
+    assert paths.tree is not None
+    queries, keys, values, seen = _along_paths(queries, keys, values, seen, paths.tree.order)
     return kernel.attention(queries, keys, values, scale, seen).transpose(2, 1, 0, 3)
 
 
@@ -116,6 +115,7 @@ def _over(
 ) -> Iterator[list[mx.array]]:
     """What `_tile` gives for each 256 of the positions, for queries (B, heads, L, head_dim), as (B, heads, L, ...)."""
     batch, heads, rows, _ = queries.shape
+    keys, values, seen = _filled(keys, values, seen, 0, -keys.shape[2] % _POSITIONS)
     count = -(-rows // blocks.rows)
     tiles = _in_tiles(queries, keys.shape[1], count, blocks.rows)
     missing = count * blocks.rows - rows
@@ -135,22 +135,14 @@ def _over_paths(
     """The same for the rows of a tree, which share the keys of whole parts that come before it."""
     [length] = np.array(lengths.value).tolist()
     common = length // _POSITIONS * _POSITIONS
-    order = _path_order(lengths, keys.shape[2])
+    assert lengths.tree is not None
+    order = lengths.tree.order
     # Where the context's first positions are is the same for all rows.
     first = order[0, :common]
     shared = mx.take(keys, first, axis=2), mx.take(values, first, axis=2), mx.take(seen, first, axis=-1)
     yield from _over(queries, *shared, blocks)
     for part in _over(*_along_paths(queries, keys, values, seen, order[:, common:]), blocks):
         yield [array.transpose(2, 1, 0, 3) for array in part]
-
-
-def _path_order(lengths: RowLengths, places: int) -> mx.array:
-    """For each row of a tree, all places of the caches, (R, places): those that it sees without a window come first, in
-    the order of their positions."""
-    assert lengths.tree is not None
-    positions = mx.where(lengths.tree.mask, lengths.tree.positions, NOWHERE)
-    missing = places - positions.shape[1]
-    return mx.argsort(mx.pad(positions, [(0, 0), (0, missing)], constant_values=NOWHERE), axis=-1)
 
 
 def _along_paths(
