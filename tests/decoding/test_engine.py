@@ -30,6 +30,12 @@ def target(request):
     return tiny_target(request.param)
 
 
+@pytest.fixture(scope="module")
+def long_text(target):
+    """A prompt of three tokens, and 400 of its plain answer."""
+    return [3, 1, 4, *plain_tokens(target, [3, 1, 4], 400)]
+
+
 def lane_of(target, drafter, prompt, max_tokens, width):
     session = Session(target, drafter)
     prefill(session, prompt[:-1])
@@ -60,15 +66,13 @@ def run(target, drafter, prompts, max_tokens, width):
 
 
 @pytest.mark.parametrize(("lanes", "replays"), mostly_slow([(1, False), (3, False), (3, True)], (1, False)))
-def test_rounds_are_launched_ahead_and_are_the_same_rounds(target, lanes, replays, monkeypatch, request):
+def test_rounds_are_launched_ahead_and_are_the_same_rounds(target, long_text, lanes, replays, monkeypatch, request):
     """Over more than one growth of the buffers, with drafts of which some are wrong."""
     request.addfinalizer(lambda: target.set_replays(False))
     target.set_replays(replays)
     # The drafter that knows the text reads it on the host.
     monkeypatch.setattr(dflash_state, "replayed", lambda body, on: body)
-    prompt = [3, 1, 4]
-    text = prompt + plain_tokens(target, prompt, 400)
-    script, wrong = dict(enumerate(text)), frozenset(range(5, 400, 9))
+    script, wrong = dict(enumerate(long_text)), frozenset(range(5, 400, 9))
     starts = (3, 200, 11)[:lanes]
     launch, ahead = Engine._launch, []
 
@@ -84,12 +88,12 @@ def test_rounds_are_launched_ahead_and_are_the_same_rounds(target, lanes, replay
             ahead.clear()
             monkeypatch.setattr(Engine, "_may_launch_ahead", lambda *_, **__: False)
         drafter = ScriptedDrafter(tiny_drafter(block_size=8).config, script, wrong)
-        runs.append(run(target, drafter, [text[:n] for n in starts], 400 - max(starts), 7))
+        runs.append(run(target, drafter, [long_text[:n] for n in starts], 400 - max(starts), 7))
     assert not any(ahead)
     for start, first, second in zip(starts, *runs, strict=True):
         for steps in (first, second):
             tokens = [token for step in steps for token in step.tokens]
-            assert tokens == text[start : start + len(tokens)]
+            assert tokens == long_text[start : start + len(tokens)]
             assert len(tokens) == 400 - max(starts)
         found, expected = ([(step.tokens, step.num_accepted) for step in steps] for steps in (first, second))
         # The last rounds may differ in width: one more is on its way when the limit is known.

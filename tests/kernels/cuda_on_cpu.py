@@ -26,6 +26,9 @@ TYPES = {
     mx.int32: "int32_t",
 }
 
+# Fortified jumps would not go from one thread's stack to another's.
+COMPILER = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-fPIC"]
+
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None, reason="runs kernels with g++ on Linux"
 )
@@ -129,7 +132,7 @@ class CudaKernel:
         ]
         text = "\n".join(
             [
-                f'#include "{HEADER}"',
+                f'#include "{HEADER.name}"',
                 f"static void kernel({', '.join(parameters)}) {{",
                 *constants,
                 self.source,
@@ -145,25 +148,19 @@ class CudaKernel:
         if not library.exists():
             source = library.with_suffix(".cpp")
             source.write_text(text)
-            subprocess.run(
-                # Fortified jumps would not go from one thread's stack to another's.
-                [
-                    "g++",
-                    "-std=c++17",
-                    "-O1",
-                    "-ffp-contract=off",
-                    "-U_FORTIFY_SOURCE",
-                    "-shared",
-                    "-fPIC",
-                    "-o",
-                    library,
-                    source,
-                ],
-                check=True,
-            )
+            compile_header(self.folder)
+            subprocess.run([*COMPILER, "-shared", "-I", self.folder, "-o", library, source], check=True)
         run = ctypes.CDLL(str(library)).run
         run.restype = ctypes.c_char_p
         return run
+
+
+def compile_header(folder):
+    """What all kernels include, compiled once for all in this folder, which takes as long as a kernel itself."""
+    header = folder / HEADER.name
+    if not header.exists():
+        subprocess.run([*COMPILER, "-x", "c++-header", "-o", f"{header}.gch", HEADER], check=True)
+        header.write_text(f'#include "{HEADER}"\n')  # for a compiler that does not take the other one
 
 
 def storage(dtype):
