@@ -196,6 +196,19 @@ def test_the_text_goes_on_where_the_drafter_drafted():
     assert state.continuation(writer, 4) is None
 
 
+class Listening(FixedWidth):
+    """Is told of each round; `told` has how many drafts were kept, and how many of them came with a text's help."""
+
+    listens_after = 1
+
+    def __init__(self):
+        super().__init__(9, places=7, waits=True)
+        self.told = []
+
+    def observe(self, round):
+        self.told.append((round.num_accepted, round.with_text))
+
+
 def answer(target, drafter, strategy, policy):
     """Tokens of an answer, and how many rounds it took."""
     lane = {"strategy": strategy, "policy": policy, "max_tokens": 150, "eos_ids": set()}
@@ -213,7 +226,12 @@ def test_rounds_keep_more_with_the_text_and_answers_stay_the_same(parts, tempera
     drafter = tiny_drafter(block_size=8, taps=(0,), vocab_size=VOCAB, **one_layer, **parts)
     strategy = Coupled(SamplingParams(temperature=temperature), seed=5) if temperature else Greedy()
     plain, _ = answer(target, None, strategy, FixedWidth(0))
-    policy = FixedWidth(9, places=7, waits=True)
-    (alone, rounds), (joint, fewer) = (answer(target, own, strategy, policy) for own in (drafter, WithNgram(drafter)))
+    by_itself, with_text = Listening(), Listening()
+    alone, rounds = answer(target, drafter, strategy, by_itself)
+    joint, fewer = answer(target, WithNgram(drafter), strategy, with_text)
     assert alone == joint == plain
     assert fewer < 0.6 * rounds
+    assert all(helped == 0 for _, helped in by_itself.told)
+    assert all(helped <= kept for kept, helped in with_text.told)
+    kept, helped = (sum(counts) for counts in zip(*with_text.told, strict=True))
+    assert helped > 0.5 * kept > 0
