@@ -156,7 +156,7 @@ class CudaKernel:
 
 
 def compile_header(folder):
-    """What all kernels include, compiled once for all in this folder, which takes as long as a kernel itself."""
+    """Compile what every kernel includes, once for all in this folder: it takes g++ as long as the kernel itself."""
     header = folder / HEADER.name
     if not header.exists():
         subprocess.run([*COMPILER, "-x", "c++-header", "-o", f"{header}.gch", HEADER], check=True)

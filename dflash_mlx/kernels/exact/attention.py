@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache
 
-from dflash_mlx.caches.row_layers import RowKVCache, RowLengths
+from dflash_mlx.caches.row_layers import RowKVCache, TreePass
 from dflash_mlx.caches.trimming import newest
 from dflash_mlx.kernels.attention import Mask, as_array
 from dflash_mlx.kernels.exact.blocks import MOVED, SIZES, Agreement, compare_sizes, in_blocks, largest_difference
@@ -54,17 +54,17 @@ def attention_in(blocks: Blocks, *, kernels: tuple[Rival, ...] = ()) -> Callable
         keys, values, start = _in_order(keys, values, cache, queries.shape[2])
         seen = as_array(mask, queries.shape[2], keys.shape[2])
         seen = mx.broadcast_to(seen, (queries.shape[0], 1, queries.shape[2], keys.shape[2]))
-        paths = cache.lengths if isinstance(cache, RowKVCache) and cache.lengths.tree is not None else None
+        tree = cache.lengths.tree if isinstance(cache, RowKVCache) else None
         kernel = next((one for one in kernels if one.made_for(queries, keys, values)), None)
         if kernel is not None and sinks is None:
-            return _by_kernel(kernel, queries, keys, values, seen, scale, start, paths)
+            return _by_kernel(kernel, queries, keys, values, seen, scale, start, tree)
         keys, values, seen = _filled(keys, values, seen, start % _POSITIONS, 0)
         scaled = queries.astype(mx.float32) * scale
         parts = [_of_sinks(sinks, queries.shape, values.shape[3])] if sinks is not None else []
         parts += (
             _over(scaled, keys, values, seen, blocks)
-            if paths is None
-            else _over_paths(scaled, keys, values, seen, paths, blocks)
+            if tree is None
+            else _over_paths(scaled, keys, values, seen, tree.order, cache.lengths.value, blocks)
         )
         _, total, out = reduce(_together, parts)
         return (out / total).astype(queries.dtype)
@@ -99,14 +99,13 @@ def _by_kernel(
     seen: mx.array,
     scale: float,
     start: int,
-    paths: RowLengths | None,
+    tree: TreePass | None,
 ) -> mx.array:
     """Attention by a kernel, whose parts begin at multiples of their size."""
     keys, values, seen = _filled(keys, values, seen, start % kernel.part, 0)
-    if paths is None:
+    if tree is None:
         return kernel.attention(queries, keys, values, scale, seen)
-    assert paths.tree is not None
-    queries, keys, values, seen = _along_paths(queries, keys, values, seen, paths.tree.order)
+    queries, keys, values, seen = _along_paths(queries, keys, values, seen, tree.order)
     return kernel.attention(queries, keys, values, scale, seen).transpose(2, 1, 0, 3)
 
 
@@ -130,13 +129,20 @@ def _over(
 
 
 def _over_paths(
-    queries: mx.array, keys: mx.array, values: mx.array, seen: mx.array, lengths: RowLengths, blocks: Blocks
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    seen: mx.array,
+    order: mx.array,
+    length: mx.array,
+    blocks: Blocks,
 ) -> Iterator[list[mx.array]]:
-    """The same for the rows of a tree, which share the keys of whole parts that come before it."""
-    [length] = np.array(lengths.value).tolist()
-    common = length // _POSITIONS * _POSITIONS
-    assert lengths.tree is not None
-    order = lengths.tree.order
+    """The same for the rows of a tree, which share the keys of whole parts that come before it.
+
+    order: of the tree's pass, (R, S). length: so many positions come before the tree, (1,).
+    """
+    [before] = np.array(length).tolist()
+    common = before // _POSITIONS * _POSITIONS
     # Where the context's first positions are is the same for all rows.
     first = order[0, :common]
     shared = mx.take(keys, first, axis=2), mx.take(values, first, axis=2), mx.take(seen, first, axis=-1)
